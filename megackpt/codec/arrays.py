@@ -105,6 +105,27 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def has_own_operations(tensor: torch.Tensor) -> bool:
+    """Return whether the class of a tensor does its operations, as one that wraps other tensors. Local."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a strided tensor, if it has any, are in memory of its storage. Local.
+
+    FSDP frees the storage of parameters and keeps the tensors. Who reads or fills one uses memory of others.
+    Tensors inside of functional transformations of torch have no memory that code may reach, either.
+    """
+    if not tensor.numel() or has_own_operations(tensor) or tensor.device.type not in ("cpu", "cuda"):
+        return True
+    try:
+        steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (tensor.storage_offset() + steps + 1) * tensor.element_size()
+        return tensor.data_ptr() != 0 and nbytes <= tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a transformation of torch.func does not let code reach the memory
+        return False
+
+
 def tensor_fault(value: torch.Tensor) -> str | None:
     """Return why a checkpoint cannot hold a tensor, and what to do; None if it can."""
     if value.is_meta:
@@ -117,6 +138,8 @@ def tensor_fault(value: torch.Tensor) -> str | None:
         return "A nested tensor is not supported. Save value.unbind()."
     if value.layout is not torch.strided:
         return f"A tensor of layout {value.layout} is not supported. Save value.to_dense() or its components."
+    if not has_memory(value):
+        return "A tensor without memory has no values. Save it while its memory is there (FSDP frees it)."
     if value.requires_grad:
         return "A tensor that requires grad would load without it. Save value.detach()."
     if value.dtype not in PORTABLE_DTYPES and value.dtype not in _RAW_NAMES:

@@ -18,6 +18,7 @@ from operator import mul
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from megackpt.entities.recognition import is_dtensor, is_torch_sharded
 from megackpt.errors import DeclarationError
@@ -203,6 +204,13 @@ def check_tensor(key: object, data: object, example: str) -> None:
         raise declaration_error(
             key,
             f"data is a {type(data).__name__}, not a tensor. Give the key, then the tensor: {example}.",
+        )
+    if data.is_nested or isinstance(data, UninitializedTensorMixin):
+        kind = "nested" if data.is_nested else "of a lazy module that has not run"
+        raise declaration_error(
+            key,
+            f"the tensor is {kind}, so it has no shape of ints. Declare each tensor of unbind(), or run the "
+            f"lazy module once before the save.",
         )
 
 

@@ -30,6 +30,7 @@ def is_plain_tensor(leaf: object) -> bool:
         and not is_torch_sharded(leaf)
         and not isinstance(leaf, UninitializedTensorMixin)
         and leaf.layout == torch.strided
+        and not leaf.is_nested
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and xla_tensor_of(leaf) is None
     )

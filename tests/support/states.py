@@ -40,6 +40,12 @@ def replica(value: float, *shape: int, key: str = "r", rank: int = 0) -> Sharded
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, value), replica_id=rank)
 
 
+def freed(tensor: torch.Tensor, *, nbytes: int = 0) -> torch.Tensor:
+    """Return a tensor after its storage was cut to some bytes, as FSDP does between two uses."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor as bytes, in row-major order."""
     plain = tensor.detach().contiguous().reshape(-1)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megackpt.codec.arrays import has_memory, has_own_operations
 from megackpt.entities import ShardedTensor
 from megackpt.errors import DeclarationError
 from megackpt.plans.planning import StridedCopy
@@ -32,7 +33,7 @@ def check_source(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
         on_meta: advice for the error if the tensor is on the meta device.
 
     Raises:
-        DeclarationError: the tensor is sparse, quantized, or on the meta device.
+        DeclarationError: the tensor is sparse, quantized, or without memory, as on the meta device.
     """
     data = tensor.data
     assert data is not None
@@ -48,6 +49,22 @@ def check_source(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
             f"Materialise it (to_dense, dequantize) first.",
             key=tensor.key,
         )
+    if not (_gives_bytes(data) if has_own_operations(data) else has_memory(data)):
+        raise DeclarationError(
+            f"{tensor.key!r}: the memory of the {type(data).__name__} is freed or out of reach, so it has no "
+            f"elements that could be moved. Give a plain tensor, while FSDP or its class keeps its memory.",
+            key=tensor.key,
+        )
+
+
+def _gives_bytes(data: torch.Tensor) -> bool:
+    """Return whether a tensor with operations of its own gives the bytes of its first element."""
+    try:
+        first = data.detach()[(slice(0, 1),) * data.dim()]
+        byte_view(as_bits(first).cpu().contiguous())
+    except Exception:  # noqa: BLE001 - code of a class of others
+        return False
+    return True
 
 
 def check_target(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:

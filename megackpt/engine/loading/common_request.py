@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.codec import ArrayReference
+from megackpt.codec.arrays import has_memory
 from megackpt.engine.checkpoint.common_arrays import array_references, map_common
 from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import torch_dtype
@@ -170,5 +171,9 @@ def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOpti
     """Declare all of an array: in the target where it can be filled in place, otherwise without data."""
     dtype = torch_dtype(spec.dtype) if target is None else target.dtype
     shape = spec.global_shape if target is None else tuple(target.shape)
-    is_filled = target is not None and can_be_filled(target, load_on_device=options.load_on_device)
+    is_filled = (
+        target is not None
+        and can_be_filled(target, load_on_device=options.load_on_device)
+        and has_memory(target)
+    )
     return ShardedTensor(spec.key, target if is_filled else None, dtype, shape, shape, (0,) * len(shape))

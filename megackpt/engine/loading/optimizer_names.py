@@ -3,13 +3,14 @@
 `optimizer.state_dict()` numbers parameters by their position. Where the optimizer was made of
 `named_parameters()`, its groups also have `param_names`. If a model now registers its parameters in another
 order, positions would give a parameter the moments of another one. Names that differ by wrappers of modules
-(`_orig_mod`) are of the same parameter.
+(`_orig_mod`) are of the same parameter, unless both are in one optimizer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +58,9 @@ def ordered_as_requested(
         if _groups_of(before) == _groups_of(optimizer):
             continue
         path, prefix = path_of(steps), f"{dotted(steps)}.state."
-        reordered = _reordered(before, optimizer, path, where)
-        stored, wanted = _numbers_of(before), _numbers_of(optimizer)
+        name_of = _distinct_names(before, optimizer, path, where)
+        reordered = _reordered(before, optimizer, name_of, path, where)
+        stored, wanted = _numbers_of(before, name_of), _numbers_of(optimizer, name_of)
         # Parameters that are not asked for get their names, which no number can be.
         numbers = {str(number): str(wanted.get(name, name)) for name, number in stored.items()}
         new_name |= {
@@ -129,18 +131,42 @@ def _groups_of(optimizer: Mapping[str, Any]) -> list[tuple[Sequence[Any], Sequen
     return [(group["param_names"], group["params"]) for group in optimizer["param_groups"]]
 
 
-def _numbers_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of each parameter by its name without wrappers, in order."""
+def _distinct_names(
+    before: Mapping[str, Any], now: Mapping[str, Any], path: str, where: str
+) -> Callable[[str], str]:
+    """Return what the name of a parameter is compared by: without wrappers if these names are distinct.
+
+    Raises:
+        MismatchError: parameters of one optimizer have the same name.
+    """
+    names = [[name for of_group, _ in _groups_of(side) for name in of_group] for side in (before, now)]
+    for name_of in (without_wrappers, str):
+        if all(len(set(map(name_of, side))) == len(side) for side in names):
+            return name_of
+    shared = sorted({name for side in names for name, number in Counter(side).items() if number > 1})
+    raise MismatchError(
+        f"{where}: several parameters of the optimizer {path!r} have one name, and are not in the order of "
+        f"the checkpoint, so nothing says which state is of which:\n{truncated_list(shared)}\n"
+        f"Give param_names that differ, or make the optimizer as in the save. One made of parameters(), "
+        f"without names, is loaded by position.",
+        path=path,
+    )
+
+
+def _numbers_of(optimizer: Mapping[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
+    """Return the number of each parameter by its name as it is compared, in order."""
     return {
-        without_wrappers(name): number
+        name_of(name): number
         for names, numbers in _groups_of(optimizer)
         for name, number in zip(names, numbers, strict=True)
     }
 
 
-def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, where: str) -> dict[str, Any]:
+def _reordered(
+    before: Mapping[str, Any], now: Mapping[str, Any], name_of: Callable[[str], str], path: str, where: str
+) -> dict[str, Any]:
     """Return a stored state dict with the numbers and groups of the request; settings stay as stored."""
-    stored, wanted = _numbers_of(before), _numbers_of(now)
+    stored, wanted = _numbers_of(before, name_of), _numbers_of(now, name_of)
     others = sorted({type(leaf).__name__ for _, leaf in iter_leaves(now["state"]) if _is_declared(leaf)})
     if others and stored != wanted:
         raise MismatchError(
@@ -158,7 +184,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, whe
         if names:
             notice(log, f"{where}: the optimizer {path!r} {what}:\n{truncated_list(sorted(names))}")
     groups = [
-        _settings_for(group, before) | {name: group[name] for name in ("params", "param_names")}
+        _settings_for(group, before, name_of) | {name: group[name] for name in ("params", "param_names")}
         for group in now["param_groups"]
     ]
     state = {
@@ -169,11 +195,13 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, whe
     return {**before, "state": state, "param_groups": groups}
 
 
-def _settings_for(group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_for(
+    group: Mapping[str, Any], optimizer: Mapping[str, Any], name_of: Callable[[str], str]
+) -> dict[str, Any]:
     """Return the stored group that has the first of some parameters; the group itself if none has."""
-    for name in map(without_wrappers, group["param_names"]):
+    for name in map(name_of, group["param_names"]):
         for stored in optimizer["param_groups"]:
-            if name in map(without_wrappers, stored["param_names"]):
+            if name in map(name_of, stored["param_names"]):
                 return dict(stored)
     return dict(group)
 

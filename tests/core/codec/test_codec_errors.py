@@ -24,6 +24,7 @@ from megackpt.codec.tree import MAX_DEPTH
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.testing.identical import difference
 from tests.support.codec import Config, nested, recursive_list, round_trip
+from tests.support.states import freed
 
 
 class MyDict(dict[str, int]):
@@ -78,6 +79,9 @@ REJECTED = [
         torch.zeros(1, dtype=torch.uint8).view(torch.bits8),
         r"Tensors of torch\.bits8 are not supported\. Save value\.view",
     ),
+    (freed(torch.ones(2)), r"A tensor without memory has no values\. Save it while its memory is there"),
+    (freed(torch.ones(4), nbytes=12), r"A tensor without memory"),
+    (torch._to_functional_tensor(torch.ones(2)), r"A tensor without memory"),
     (torch.zeros([1] * 65), r"A tensor of 65 dims is more than 64\. Save value\.flatten"),
     ("a\ud800", r"The str 'a\\ud800' contains a lone surrogate.*surrogateescape"),
     (

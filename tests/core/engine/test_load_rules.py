@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import CheckpointException
 
 import megackpt
 from megackpt import (
+    CheckpointError,
     DeclarationError,
     KeyRule,
     LoadOptions,
@@ -31,6 +33,7 @@ from megackpt import (
     load_with_report,
     save,
 )
+from megackpt.codec.arrays import has_memory
 from megackpt.comm import Group
 from megackpt.comm.process_groups import DeviceGroup
 from megackpt.contrib.dcp import MegackptStorageReader
@@ -43,7 +46,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.core.formats.test_torch_files import fake_rank
 from tests.support.dcp_alone import ALONE
-from tests.support.states import filled, sharded
+from tests.support.states import filled, freed, sharded
 
 
 @pytest.fixture
@@ -341,10 +344,10 @@ def test_tensors_of_common_state_are_filled_in_place_where_they_have_memory_of_t
     assert loaded["model"]["mean"] is mean
     assert mean.tolist() == [5.0, 5.0]
     assert weight.tolist() == [1.0] * 4
-    for other in (torch.zeros(1).expand(2), torch.zeros(2, device="meta")):
+    for other in (torch.zeros(1).expand(2), torch.zeros(2, device="meta"), freed(torch.ones(2))):
         loaded = load({"model": {"mean": other, "w": torch.zeros(4)}}, module_checkpoint, strict="raise_all")
         assert loaded["model"]["mean"].tolist() == [5.0, 5.0]
-        assert other.device.type == "meta" or not other.any()
+        assert other.device.type == "meta" or not has_memory(other) or not other.any()
 
 
 VALUES = torch.arange(12.0).reshape(4, 3)
@@ -369,6 +372,34 @@ def test_a_meta_tensor_to_save_raises_an_error_without_advice_for_loads(tmp_path
     with pytest.raises(DeclarationError, match=r"'w': .*meta device.*to_empty") as caught:
         save({"w": tensor}, tmp_path)
     assert "load_on_device" not in str(caught.value)
+
+
+def without_bytes() -> dict[str, torch.Tensor]:
+    rows: list[torch.Tensor] = []
+    torch.func.vmap(lambda row: rows.append(row) or row)(torch.ones(2, 2))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+    return {
+        "freed": freed(torch.ones(2)),
+        "half of it freed": freed(torch.ones(2), nbytes=4),
+        "a view of freed memory": freed(torch.ones(4)[2:]),
+        "in a transformation": rows[0],
+        "functional": torch._to_functional_tensor(torch.ones(2)),
+        "fake": fake,
+    }
+
+
+@pytest.mark.parametrize("kind", without_bytes())
+@pytest.mark.parametrize("backend", ["megackpt", "torch_dist", "zarr"])
+def test_a_tensor_whose_memory_is_not_there_is_neither_saved_nor_filled(kind: str, backend: str) -> None:
+    tensor = without_bytes()[kind]
+    for state in ({"w": sharded("w", tensor)}, {"w": tensor}, {"w": (tensor,)}):
+        with pytest.raises(CheckpointError):
+            save(state, store := MemoryStore(), backend)
+        assert not store.names()
+    save({"w": sharded("w", torch.ones(2))}, store, backend)
+    with pytest.raises(DeclarationError, match=r"'w': the memory of the \w+ is freed or out of reach"):
+        load({"w": sharded("w", tensor)}, store)
 
 
 def test_tensors_in_host_memory_are_still_filled_in_place(tmp_path: Path) -> None:

@@ -64,6 +64,28 @@ def test_names_that_differ_by_wrappers_are_of_the_same_parameter(stored: str, as
     assert moments(again, other) == moments(params, optimizer)
 
 
+@pytest.mark.parametrize("is_same_order", [True, False])
+@pytest.mark.parametrize("names", [["a", "module.a", "b"], ["a", "a", "b"]], ids=",".join)
+def test_parameters_with_names_that_are_equal_without_wrappers(names: list[str], is_same_order: bool) -> None:
+    """Two models in one optimizer, one of them wrapped, or both with the same names."""
+    params, optimizer = trained(list("abc"))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = names
+    save({"opt": state}, store := MemoryStore())
+    order = [0, 1, 2] if is_same_order else [1, 2, 0]
+    again, other = trained(["abc"[n] for n in order], steps=1)
+    state = other.state_dict()
+    state["param_groups"][0]["param_names"] = [names[n] for n in order]
+    if len(set(names)) < len(names) and not is_same_order:
+        with pytest.raises(MismatchError, match=r"'opt' have one name.*\n  a\nGive param_names that differ"):
+            load({"opt": state}, store)
+        del state["param_groups"][0]["param_names"]
+        load({"opt": state}, store)
+    else:
+        other.load_state_dict(load({"opt": state}, store)["opt"])
+        assert moments(again, other) == moments(params, optimizer)
+
+
 def test_parameters_of_one_side_only_are_named(caplog: pytest.LogCaptureFixture) -> None:
     params, optimizer = trained(list("abc"))
     save({"opt": optimizer.state_dict()}, store := MemoryStore())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from megackpt import (
     DeclarationError,
@@ -40,6 +41,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "fraction": (lambda: cut("w", T, (0, 0.5, 2)), "Give three ints"),
     "a list of offsets": (lambda: cut("w", T, [(0, 0, 2)]), "Give three ints"),
     "a list as data": (lambda: cut("w", [1, 2]), "data is a list, not a tensor"),
+    "a nested tensor": (lambda: cut("w", torch.nested.nested_tensor([T, T[:1]])), "the tensor is nested"),
+    "a tensor of a lazy module": (lambda: cut("w", UninitializedParameter()), "lazy module that has not run"),
     "no data": (lambda: cut("w", None), "data is a NoneType, not a tensor"),
     "an array of numpy": (lambda: cut("w", T.numpy()), "data is a ndarray, not a tensor"),
     "a number as key": (lambda: cut(3, T), "must be a non-empty string"),
