@@ -373,7 +373,7 @@ class ExpertStack(ModuleSequence):
         # may communicate.
         return torch.cat([expert(part) for expert, part in zip(self.children(), parts, strict=True)])
 
-    def place(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
+    def keys_and_axes(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
         """Return keys without a number, and an axis over the experts after those of the layer."""
         return prefix, (*axes, (len(axes), self.owned[number], self.num_experts))
 

@@ -23,7 +23,7 @@ Axes: TypeAlias = tuple[RankOffset, ...]
 class ModuleSequence(ShardedModule):
     """Modules of this rank in order. Length, iteration and indices are those of the modules.
 
-    Names in the state dict count the modules (`0.weight`). A subclass says by `place` which keys they have.
+    Names in the state dict count the modules (`0.weight`). A subclass says by `keys_and_axes` which keys they have.
 
     Args:
         modules: the modules, in order.
@@ -61,7 +61,7 @@ class ModuleSequence(ShardedModule):
         """Return a module by its number, or several by a slice."""
         return list(self)[index]
 
-    def place(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
+    def keys_and_axes(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
         """Return the begin of the keys of a module, and its leading axes, from those of the sequence."""
         return prefix, axes
 
@@ -71,7 +71,7 @@ class ModuleSequence(ShardedModule):
         """Declare the modules of this rank, each at its place. Local."""
         result: ShardedStateDict = {}
         for number, module in enumerate(self):
-            begin, axes = self.place(number, prefix, tuple(sharded_offsets))
+            begin, axes = self.keys_and_axes(number, prefix, tuple(sharded_offsets))
             entities = sharded_state_dict(module, self._inner_groups, begin, axes, metadata)
             result |= {f"{prefix}{number}.{name[len(begin) :]}": e for name, e in entities.items()}
         return result
@@ -115,7 +115,7 @@ class LayerStack(ModuleSequence):
             x = cast(Tensor, layer(x))
         return x
 
-    def place(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
+    def keys_and_axes(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
         """Return keys without a number and an axis over the layers, or keys with the number of the layer."""
         index = self.owned[number]
         if self.homogeneous:
