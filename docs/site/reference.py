@@ -91,7 +91,6 @@ PAGES = {
             f"{PARALLEL}.linear",
             f"{PARALLEL}.embedding",
             f"{PARALLEL}.norm",
-            f"{PARALLEL}.swiglu",
             f"{PARALLEL}.stack",
             f"{PARALLEL}.mtp",
         ),
@@ -115,7 +114,7 @@ PAGES = {
     "adapters": TaskPage(
         "Adapters",
         "LoRA and DoRA.",
-        (f"{PARALLEL}.adapters", f"{PARALLEL}.lora_config", f"{PARALLEL}.lora"),
+        (f"{PARALLEL}.adapters", f"{PARALLEL}.lora"),
     ),
     "geometry": TaskPage("Boxes and ranges", "Arithmetic of arrays' parts.", ("megackpt.plans.geometry",)),
     "optimizers": TaskPage("Optimizers", "They declare their state.", ("megackpt.training.optim",)),

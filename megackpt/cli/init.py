@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -75,7 +76,7 @@ if checkpointer.exit_requested:
 
 _TRAINER = '''"""Hugging Face's Trainer that saves, stops at SIGTERM, and resumes at any number of processes.
 
-torchrun --nproc-per-node 2 trainer.py run 100
+torchrun --nproc-per-node 2 train_trainer.py run 100
 """
 
 import signal
@@ -109,7 +110,13 @@ class StopAtSignal(TrainerCallback):
 root, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
 stop = StopAtSignal()
 arguments = TrainingArguments(
-    root, max_steps=steps, save_steps=10, save_total_limit=3, logging_steps=10, report_to="none"
+    root,
+    max_steps=steps,
+    save_steps=10,
+    save_total_limit=3,
+    logging_steps=10,
+    report_to="none",
+    use_cpu=not torch.cuda.is_available(),  # without it, each process trains alone on a machine with no GPU
 )
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -123,7 +130,7 @@ sys.exit(128 + stop.signum if stop.signum else 0)  # not 0: the scheduler starts
 
 _MEGATRON = '''"""Megatron-Core's GPT that saves, stops at SIGTERM, and resumes at any layout; it needs GPUs.
 
-torchrun --nproc-per-node 4 megatron.py run 100      # 2 tensor parallel, 2 data parallel
+torchrun --nproc-per-node 4 train_megatron.py run 100      # 2 tensor parallel, 2 data parallel
 """
 
 import signal
@@ -191,13 +198,13 @@ if checkpointer.exit_requested:
 
 SCRIPTS = {
     "ddp": _TORCH.format(
-        name="ddp.py",
+        name="train_ddp.py",
         title="DistributedDataParallel training",
         imports="from torch.nn.parallel import DistributedDataParallel",
         wrap="model = DistributedDataParallel(model)",
     ),
     "fsdp2": _TORCH.format(
-        name="fsdp2.py",
+        name="train_fsdp2.py",
         title="FSDP2 training",
         imports="from torch.distributed.fsdp import fully_shard",
         wrap="for layer in (model[0], model):\n    fully_shard(layer)",
@@ -214,12 +221,18 @@ SCRIPTS = {
 def command(kind: str, path: str | None) -> None:
     """Write a training script that saves, resumes, and ends well at signals, to begin with.
 
-    KIND is ddp, fsdp2, megatron (Megatron-Core) or trainer (Hugging Face). FILE is ddp.py for ddp, and so on.
-    The script runs as it is, on a model of a few layers; replace the model and the data by yours. A file that
-    exists is not changed.
+    KIND is ddp, fsdp2, megatron (Megatron-Core) or trainer (Hugging Face). FILE is train_ddp.py for ddp, and
+    so on. The script runs as it is, on a model of a few layers; replace the model and the data by yours. A
+    file that exists is not changed.
     """
-    target = Path(path or f"{kind}.py")
+    target = Path(path or f"train_{kind}.py")
     with ProgressBars("writing the script"):
+        # Python looks in the script's folder first, so megatron.py would be imported instead of the package.
+        if target.stem in re.findall(r"^(?:from|import) (\w+)", SCRIPTS[kind], re.MULTILINE):
+            raise DeclarationError(
+                f"{target} would hide {target.stem}, which the script imports. Name another FILE.",
+                path=str(target),
+            )
         if target.exists() and target.read_bytes() != SCRIPTS[kind].encode():
             raise DeclarationError(
                 f"{target} exists, and is not changed. Name another FILE.", path=str(target)

@@ -28,6 +28,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch.distributed as dist
+
 from megackpt.contrib.torch_state import TorchState, check_fsdp, named_params
 from megackpt.entities import ShardedStateDict
 from megackpt.entities.sharded_tensor import KeptIfMissing
@@ -86,10 +88,17 @@ class TrainerMixin:
         """Train, as `Trainer.train` does. Collective.
 
         Raises:
+            UnsupportedError: the ranks of torch.distributed are several runs to the Trainer, not one.
             NotACheckpointError: `resume_from_checkpoint=True`, and the output folder has no whole checkpoint;
                 or the folder to resume from has none; or the Trainer wrote it with FSDP, and this run has no
                 FSDP, or the other way round.
         """
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks != self.args.world_size:
+            raise UnsupportedError(
+                f"The Trainer trains with {self.args.world_size} process(es), and torch.distributed has {ranks}: "
+                f"each rank would train a model of its own. Without GPUs, give TrainingArguments(use_cpu=True)."
+            )
         if resume_from_checkpoint is True:
             output_dir = self.args.output_dir
             resume_from_checkpoint = newest_checkpoint(output_dir)

@@ -92,7 +92,10 @@ def test_a_folder_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_begins_anew_or_is_an_error(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path)) is None
     trainer = TrainerMixin()
-    trainer.args = types.SimpleNamespace(output_dir=str(tmp_path))
+    trainer.args = types.SimpleNamespace(output_dir=str(tmp_path), world_size=2)
+    with pytest.raises(UnsupportedError, match=r"each rank would train a model of its own.*use_cpu=True"):
+        trainer.train()  # the Trainer counts two processes, torch.distributed one
+    trainer.args.world_size = 1
     with pytest.raises(NotACheckpointError, match=r"has no folder checkpoint-N with a whole checkpoint"):
         trainer.train(resume_from_checkpoint=True)
 

@@ -68,6 +68,7 @@ CALLS = [
     ("init ddpp", "Choose from|is not one of"),
     ("init", "Missing argument"),
     ("init ddp file/train.py", "give another path"),
+    ("init megatron megatron.py", "would hide megatron, which the script imports"),
     ("nosuch", "There are bench, convert, "),
     ("ls folder", "it is a folder of Hugging Face. Look into it with"),
     ("ls orbax", "it is a checkpoint of Orbax. It is not read. Restore it with Orbax"),

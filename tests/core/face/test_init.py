@@ -16,9 +16,10 @@ def test_a_script_is_short_and_compiles_and_replaces_no_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli.run("init", kind)
-    text = (tmp_path / f"{kind}.py").read_text()
+    text = (tmp_path / f"train_{kind}.py").read_text()
     compile(text, kind, "exec")
     assert len(text.splitlines()) < 90
-    (tmp_path / f"{kind}.py").write_text("mine")
+    assert f"train_{kind}.py run 100" in text
+    (tmp_path / f"train_{kind}.py").write_text("mine")
     assert "exists, and is not changed" in cli.err("init", kind, code=2)
-    assert (tmp_path / f"{kind}.py").read_text() == "mine"
+    assert (tmp_path / f"train_{kind}.py").read_text() == "mine"

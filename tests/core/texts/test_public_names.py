@@ -238,6 +238,17 @@ def test_a_load_has_annotations_when_the_types_of_maps_are_given(name: str) -> N
     assert hints["maps"] == MapChoice | None
 
 
+def test_the_pages_of_the_reference_name_modules_that_exist() -> None:
+    root = PACKAGE.parent
+    pages = (root / "docs/site/reference.py").read_text().partition("\nPAGES = {")[2].partition("\n}\n")[0]
+    named = re.findall(r'"((?:megackpt|\{PARALLEL\})[\w.]*)"', pages)
+    assert len(named) > 50
+    paths = [
+        root / name.replace("{PARALLEL}", "megackpt/training/parallel").replace(".", "/") for name in named
+    ]
+    assert [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+
+
 OF_TORCH: dict[str, Callable[..., Any]] = {
     "load": torch.load,
     "load_state_dict": torch.nn.Module.load_state_dict,

@@ -57,7 +57,7 @@ def test_the_script_of_the_trainer_trains_and_resumes(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
         pytest.skip("transformers and accelerate are not installed")
     (tmp_path / "train.py").write_text(SCRIPTS["trainer"])
-    for steps in (12, 14):
-        done = torchrun(tmp_path / "train.py", "run", steps, ranks=1)
+    for steps, ranks in ((12, 2), (14, 1)):
+        done = torchrun(tmp_path / "train.py", "run", steps, ranks=ranks)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoint-14" / "megackpt" / "metadata.json").exists()
