@@ -9,6 +9,7 @@ import difflib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -133,7 +134,7 @@ def check_unexpected_keys(
             hint = stacked or (f" (the checkpoint has {close[0]!r})" if close else "")
             lines.append(f"{key!r}{hint}")
         rules_to_paste = rules_text(globs_for(keys), "unexpected=Policy.WARN")
-        remedy = _rename_advice(keys, known) or _wrapper_advice(keys, wrapped, known & wanted)
+        remedy = _rename_advice(keys, known, known & wanted) or _wrapper_advice(keys, wrapped, known & wanted)
         remedy = remedy or _fused_advice(keys, known, where)
         remedy = remedy or f"To keep them as they are: {rules_to_paste}."
         return MissingKeyError(
@@ -170,9 +171,11 @@ _PREFIX = re.compile(r"(\w+\.)+")
 """A prefix that is a pattern of itself."""
 
 
-def _with_other_wrappers(missing: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return the stored key that differs from a missing one by wrappers alone, by the missing key."""
-    by_name = {without_wrappers(key): key for key in stored}
+def _with_other_wrappers(missing: Iterable[str], stored: Iterable[str]) -> dict[str, list[str]]:
+    """Return the stored keys that differ from a missing one by wrappers alone, by the missing key."""
+    by_name: dict[str, list[str]] = {}
+    for key in stored:
+        by_name.setdefault(without_wrappers(key), []).append(key)
     names = {key: without_wrappers(key) for key in missing}
     return {key: by_name[name] for key, name in names.items() if name in by_name}
 
@@ -189,8 +192,11 @@ def _fused_advice(missing: Sequence[str], stored: Set[str], where: str) -> str:
     )
 
 
-def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
-    """Return the rename that finds all missing keys, if they lack one prefix or have one too many."""
+def _rename_advice(missing: Sequence[str], stored: Set[str], present: Set[str]) -> str:
+    """Return the rename that finds all missing keys, if they lack one prefix or have one too many.
+
+    It leaves the requested keys that the checkpoint has, `present`, as they are.
+    """
     first = missing[0]
     lacking = sorted(
         prefix
@@ -198,11 +204,12 @@ def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
         if key.endswith(f".{first}") and _PREFIX.fullmatch(prefix := key.removesuffix(first))
         if all(prefix + key in stored for key in missing)
         if not any(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in stored)
+        if not any(key.startswith(prefix) for key in present)
     )
     if lacking:
         several = f" (or below {', '.join(map(repr, lacking[1:]))})" if len(lacking) > 1 else ""
         return f'Under other names it has them{several}: LoadOptions(rename={{"{lacking[0]}*": "*"}}).'
-    steps = first.split(".")
+    steps = first.split(".") if not present else []
     for count in range(1, len(steps)):
         prefix = "".join(f"{step}." for step in steps[:count])
         is_plain = _PREFIX.fullmatch(prefix) is not None
@@ -214,15 +221,21 @@ def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
 _MOST_PATTERNS = 8  # that an error lists to be pasted
 
 
-def _wrapper_advice(missing: Sequence[str], wrapped: Mapping[str, str], present: Iterable[str]) -> str:
+def _wrapper_advice(
+    missing: Sequence[str], wrapped: Mapping[str, Sequence[str]], present: Iterable[str]
+) -> str:
     """Return the rename that finds the keys that have other wrappers in the checkpoint.
+
+    Where two keys differ from each other by wrappers alone, nothing says which of them is meant.
 
     Args:
         missing: keys that the checkpoint lacks.
-        wrapped: the stored key of those that it has with other wrappers.
+        wrapped: the stored keys of those that it has with other wrappers.
         present: requested keys that it has.
     """
-    pairs = {wrapped[key]: key for key in missing if key in wrapped}
+    names = Counter(map(without_wrappers, missing))
+    is_one = {key: len(wrapped.get(key, ())) == 1 == names[without_wrappers(key)] for key in missing}
+    pairs = {wrapped[key][0]: key for key in missing if is_one[key]}
     if not pairs:
         return ""
     # The first pattern that matches counts, so those of inner modules come first.
@@ -240,7 +253,9 @@ def _wrapper_advice(missing: Sequence[str], wrapped: Mapping[str, str], present:
             f"It has {those} under the names of modules that are wrapped in another way (torch.compile, "
             f"FSDP). Wrap them as in the save, or give LoadOptions(rename={{stored: asked, ...}}) both names."
         )
-    return f"Under the names of other wrappers it has {those}: LoadOptions(rename={json.dumps(patterns)})."
+    # As text of Python: JSON would write a character beyond 16 bits as two, which are not one there.
+    literal = json.dumps(patterns, ensure_ascii=False)
+    return f"Under the names of other wrappers it has {those}: LoadOptions(rename={literal})."
 
 
 def _pattern_of(stored: str, asked: str) -> tuple[str, str]:

@@ -222,12 +222,13 @@ def test_a_rename_that_is_proposed_works(stored: dict[str, Any]) -> None:
 
 
 WRAPPED = {
-    "not at all": ["l.0.w", "l.1.w", "e.w"],
-    "DDP": ["module.l.0.w", "module.l.1.w", "module.e.w"],
-    "FSDP1": [f"_fsdp_wrapped_module.{name}" for name in ("l.0._fsdp_wrapped_module.w", "l.1.w", "e.w")],
-    "one module": ["l._orig_mod.0.w", "l._orig_mod.1.w", "e.w"],
-    "a module in that": ["l._orig_mod.0.w", "l._orig_mod.1._checkpoint_wrapped_module.w", "e.w"],
-    "several": ["_orig_mod.l.0.w", "_orig_mod.l.module.1.w", "_orig_mod.e.w"],
+    "not at all": ["l.0.w", "l.1.w", "😀.w"],
+    "DDP": ["module.l.0.w", "module.l.1.w", "module.😀.w"],
+    "FSDP1": [f"_fsdp_wrapped_module.{name}" for name in ("l.0._fsdp_wrapped_module.w", "l.1.w", "😀.w")],
+    "one module": ["l._orig_mod.0.w", "l._orig_mod.1.w", "😀.w"],
+    "a module in that": ["l._orig_mod.0.w", "l._orig_mod.1._checkpoint_wrapped_module.w", "😀.w"],
+    "the last": ["l.0.w", "l.1.w", "😀._orig_mod.w"],
+    "several": ["_orig_mod.l.0.w", "_orig_mod.l.module.1.w", "_orig_mod.😀.w"],
 }
 
 
@@ -247,6 +248,34 @@ def test_names_that_differ_by_wrappers_are_an_error_with_a_rename_that_works(
         load({"state": request["state"]}, store)
     load({"state": request["state"]}, store, options=pasted(str(caught.value)))
     assert [tensor.item() for tensor in request["tensors"].values()] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        (["a.w", "module.a.w"], ["_orig_mod.a.w"]),  # which of the two?
+        (["a.w"], ["_orig_mod.a.w", "module.a.w"]),
+        (["a.w", "b.w"], ["a.w", "module.b.w"]),
+        (["module.a.w", "module.b.w"], ["module.a.w", "b.w"]),
+        (["a", "b"], ["a", "m.b"]),
+        (["m.a", "m.b"], ["m.a", "b"]),
+    ],
+)
+def test_a_rename_is_proposed_if_it_has_one_answer_and_loses_no_other_key(
+    stored: list[str], asked: list[str]
+) -> None:
+    number = {"a": 1.0, "b": 2.0}
+    value = {name: number[name.removesuffix(".w")[-1]] for name in {*stored, *asked}}
+    save({name: sharded(name, torch.tensor([value[name]])) for name in stored}, store := MemoryStore())
+    request = {name: torch.zeros(1) for name in asked}
+    state = {name: sharded(name, tensor) for name, tensor in request.items()}
+    with pytest.raises(MissingKeyError) as caught:
+        load(state, store)
+    if "rename=" in str(caught.value):
+        load(state, store, options=pasted(str(caught.value)))
+        assert {name: tensor.item() for name, tensor in request.items()} == {n: value[n] for n in asked}
+    else:
+        assert not any(name.endswith("b.w") for name in stored), "a wrapper is the only difference"
 
 
 def test_wrappers_of_many_modules_are_an_error_with_advice() -> None:
