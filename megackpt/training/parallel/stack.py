@@ -23,7 +23,8 @@ Axes: TypeAlias = tuple[RankOffset, ...]
 class ModuleSequence(ShardedModule):
     """Modules of this rank in order. Length, iteration and indices are those of the modules.
 
-    Names in the state dict count the modules (`0.weight`). A subclass says by `keys_and_axes` which keys they have.
+    Names in the state dict count the modules (`0.weight`). A subclass gives them keys by
+    `keys_and_axes`.
 
     Args:
         modules: the modules, in order.
