@@ -42,9 +42,10 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from megackpt import AsyncOptions, Checkpointer, MemoryTier, Tiers
 from megackpt.cli.benchmark.contenders import Ours
 from megackpt.cli.benchmark.measure import timed
-from megackpt.cli.benchmark.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
+from megackpt.cli.benchmark.state import GridLayout, RankState, as_bytes, make_model, make_state
 from tests.benchmarks.measuring import MIB, options, scratch
 from tests.benchmarks.peers.dcp import TorchDistributed
+from tests.benchmarks.peers.states import invert
 from tests.support.writers import saver_of
 
 Row = dict[str, Any]  # plain JSON

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megackpt.cli.benchmark.contenders import native
-from megackpt.cli.benchmark.state import GridLayout, make_small_model, make_state
+from megackpt.cli.benchmark.state import GridLayout, make_state
 from tests.benchmarks.measuring import as_rank, options
 from tests.benchmarks.peers.dcp import TorchDistributed
+from tests.benchmarks.peers.states import make_small_model
 
 WORDS = 31
 COLLECTIVES = 100

@@ -26,9 +26,7 @@ from megackpt.cli.benchmark.state import (
     as_bytes,
     fingerprints,
     first_difference,
-    invert,
     make_model,
-    make_small_model,
     make_state,
     spoil,
     state_nbytes,
@@ -40,6 +38,7 @@ from tests.benchmarks.goals import goals_of
 from tests.benchmarks.peers import counters, names
 from tests.benchmarks.peers.digests import _no_digests
 from tests.benchmarks.peers.run import Figure, PeerReport, PeerSettings
+from tests.benchmarks.peers.states import invert, make_small_model
 from tests.benchmarks.peers.tracing import Tracer, traced_load, traced_store, traced_strategy
 from tests.benchmarks.peers.world import joined, run_peers
 from tests.support.docs import ROOT

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from megackpt.cli.benchmark.report import OURS
-from megackpt.cli.benchmark.settings import WRITE_THREADS
 from megackpt.cli.benchmark.state import GridLayout, RankState, Shard
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, save_strategies
-from megackpt.run.checkpointer import Checkpointer
 from megackpt.run.collective import load, save
 
 
 class Contender(Protocol):
-    """One way to save and load a state. Saving and loading are collective, and durable when they return.
-
-    Attributes:
-        thread_counts: numbers of writing threads that it can be given; none where it has none to set.
-        threads: the one that it uses; settable where there are several.
-        can_save_async: whether `save_async` is there.
-    """
-
-    thread_counts: tuple[int, ...]
-    threads: int
-    can_save_async: bool
+    """One way to save and load a state. Saving and loading are collective, and durable when they return."""
 
     @property
     def name(self) -> str:
@@ -46,30 +34,14 @@ class Contender(Protocol):
     def load(self, declared: Any, directory: Path) -> None:
         """Fill the tensors that were declared."""
 
-    def save_async(self, declared: Any, directory: Path) -> Callable[[], Path]:
-        """Begin to save, and return once the state may change again.
-
-        What is returned waits for the end, and returns where the checkpoint is.
-        """
-
 
 class Ours:
-    """megackpt with one format, and default options.
-
-    Plans are kept from one save to the next, as peers keep theirs. Asynchronous saves are those of a
-    Checkpointer that is kept, as in a training script: it keeps the memory for copies, too.
-    """
-
-    thread_counts: tuple[int, ...] = ()
-    threads = WRITE_THREADS
-    can_save_async = True
+    """megackpt with one format, and default options. Plans are kept from one save to the next."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.name = OURS if backend == DEFAULT_BACKEND else f"{OURS}:{backend}"
         self._plans = PlanCache()
-        self._checkpointer: Checkpointer | None = None
-        self._step = 0
 
     def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """Any layout will do."""
@@ -87,27 +59,6 @@ class Ours:
     def load(self, declared: ShardedStateDict, directory: Path) -> None:
         """`megackpt.load`."""
         load(declared, directory)
-
-    def save_async(self, declared: ShardedStateDict, directory: Path) -> Callable[[], Path]:
-        """`Checkpointer.save` with async_save; one Checkpointer for all of them, as in a training script."""
-        if self._checkpointer is None:
-            self._checkpointer = Checkpointer(
-                directory.parent / f"{self.backend}-steps", keep_last=1, async_save=True
-            )
-        self._step += 1
-        self._checkpointer.save(self._step, declared, sharded_strategy=self.backend)
-        return self._finish
-
-    def close(self) -> None:
-        """Let go of what asynchronous saves keep. Collective."""
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
-
-    def _finish(self) -> Path:
-        assert self._checkpointer is not None
-        self._checkpointer.wait()
-        return self._checkpointer.directory(self._step)
 
 
 def native() -> Ours:

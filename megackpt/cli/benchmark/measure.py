@@ -188,8 +188,7 @@ class BenchRun:
         native: our own format with default options.
         peers: other libraries to compare with.
         formats: our other formats; they take part in plain saves and loads and in resharded loads.
-        leaders: the native format and the peers.
-        everyone: all of them.
+        everyone: the native format, our other ones, and the peers.
         progress: the lines that show how far rank 0 is.
         has_cold_files: whether files can be taken out of memory.
     """
@@ -204,8 +203,7 @@ class BenchRun:
         self.nbytes = state_nbytes(self.model, self.dtype)
         self.native = native()
         self.formats: list[Contender] = list(other_formats(settings.formats))
-        self.peers = list(peers)
-        self.leaders: list[Contender] = [self.native, *self.peers]
+        self.peers = peers
         self.everyone: list[Contender] = [self.native, *self.formats, *self.peers]
         self.results = Results()
         is_shown = self.rank == 0 and not settings.quiet

@@ -31,16 +31,6 @@ def warm(directory: Path, *, rank: int, ranks: int) -> None:
                 pass
 
 
-def flush(directory: Path) -> None:
-    """Make all files below a directory, and their names, durable. What is so already takes no time."""
-    for path in [*directory.rglob("*"), directory, directory.parent]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def read_bytes() -> int | None:
     """Return the bytes that this process has read from files so far, by any thread and any system call.
 

@@ -127,11 +127,6 @@ def make_model(nbytes: int, *, ranks: int, dtype: torch.dtype) -> list[ModelArra
     return arrays
 
 
-def make_small_model() -> list[ModelArray]:
-    """A model whose state is 200 arrays of 1 KiB, if parameters are float32; equal on all ranks. Pure."""
-    return [ModelArray(f"layers.{i}.bias", (256,), None, i) for i in range(50)]
-
-
 def state_nbytes(model: Sequence[ModelArray], dtype: torch.dtype) -> int:
     """Bytes of the whole state, each element once."""
     return sum(array.numel for array in model) * (dtype.itemsize + 4 * len(STATES))
@@ -169,12 +164,6 @@ def spoil(state: RankState) -> None:
     """Overwrite everything that a rank holds, so that what is right afterwards was loaded."""
     for shard in state.shards:
         as_bytes(shard.data).fill_(0x55)
-
-
-def invert(state: RankState) -> None:
-    """Invert every bit that a rank holds, as training would change it; twice is as before."""
-    for shard in state.shards:
-        as_bytes(shard.data).bitwise_not_()
 
 
 def fingerprints(state: RankState) -> tuple[str, ...]:

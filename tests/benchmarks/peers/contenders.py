@@ -1,4 +1,4 @@
-"""Peers: makes the libraries to compare with, by name or by `module:class`."""
+"""Peers: what they can besides a contender, and the libraries to compare with, by name or `module:class`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,80 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megackpt.cli.benchmark import page_cache
-from megackpt.cli.benchmark.contenders import Contender
+from megackpt.cli.benchmark.contenders import Contender, Ours
 from megackpt.cli.benchmark.state import GridLayout, RankState
+from megackpt.entities import ShardedStateDict
 from megackpt.errors import DeclarationError, UnsupportedError
+from megackpt.run.checkpointer import Checkpointer
 
 PEERS = ("dcp", "mcore", "torch")
 """Names of other libraries that can save the same state. A peer from elsewhere is given as `module:class`."""
 
 
-def make_peer(name: str) -> Contender:
-    """Return the contender of a name of PEERS, or an instance of the class that `module:class` names."""
+class AsyncContender(Contender, Protocol):
+    """A contender that can save asynchronously."""
+
+    def save_async(self, declared: Any, directory: Path) -> Callable[[], Path]:
+        """Begin to save, and return once the state may change again.
+
+        What is returned waits for the end, and returns where the checkpoint is.
+        """
+
+
+class Peer(AsyncContender, Protocol):
+    """Another library.
+
+    Attributes:
+        thread_counts: numbers of writing threads that it can be given; none where it has none to set.
+        threads: the one that it uses; settable where there are several.
+        can_save_async: whether `save_async` raises no error.
+    """
+
+    thread_counts: tuple[int, ...]
+    threads: int
+    can_save_async: bool
+
+
+class OursAsync(Ours):
+    """megackpt, also asynchronously: by a Checkpointer that is kept, as in a training script.
+
+    It keeps the memory for copies, too.
+    """
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self._checkpointer: Checkpointer | None = None
+        self._step = 0
+
+    def save_async(self, declared: ShardedStateDict, directory: Path) -> Callable[[], Path]:
+        """`Checkpointer.save` with async_save; one Checkpointer for all of them."""
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(
+                directory.parent / f"{self.backend}-steps", keep_last=1, async_save=True
+            )
+        self._step += 1
+        self._checkpointer.save(self._step, declared, sharded_strategy=self.backend)
+        return self._finish
+
+    def close(self) -> None:
+        """Let go of what asynchronous saves keep. Collective."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def _finish(self) -> Path:
+        assert self._checkpointer is not None
+        self._checkpointer.wait()
+        return self._checkpointer.directory(self._step)
+
+
+def make_peer(name: str) -> Peer:
+    """Return the peer of a name of PEERS, or an instance of the class that `module:class` names."""
     if ":" in name:
         return _import_class(name)()
     if name == "dcp":
@@ -42,16 +101,32 @@ def check_peers(names: Sequence[str]) -> None:
             _import_class(name)
 
 
-def _import_class(name: str) -> Callable[[], Contender]:
+def _import_class(name: str) -> Callable[[], Peer]:
     module, _, attribute = name.partition(":")
     try:
-        peer: Callable[[], Contender] = getattr(importlib.import_module(module), attribute)
+        peer: Callable[[], Peer] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise DeclarationError(
             f"The peer {name!r} cannot be imported: {error}. Give `module:class`, with the module on "
             f"PYTHONPATH."
         ) from error
     return peer
+
+
+def flush(directory: Path) -> None:
+    """Make all files below a directory, and their names, durable, on rank 0 once all are there. Collective.
+
+    What is durable already takes no time.
+    """
+    dist.barrier()
+    if dist.get_rank():
+        return
+    for path in [*directory.rglob("*"), directory, directory.parent]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class PlainTorch:
@@ -76,9 +151,7 @@ class PlainTorch:
             torch.save(declared, file)
             file.flush()
             os.fsync(file.fileno())
-        dist.barrier()
-        if dist.get_rank() == 0:
-            page_cache.flush(directory)
+        flush(directory)
 
     def load(self, declared: dict[str, torch.Tensor], directory: Path) -> None:
         """Load it."""

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.state import GridLayout, RankState
+from tests.benchmarks.peers.contenders import flush
 
 
 class TorchDistributed:
@@ -59,7 +59,7 @@ class TorchDistributed:
     def save(self, declared: dict[str, Any], directory: Path) -> None:
         """`dcp.save`."""
         save(declared, storage_writer=self._writer(directory), planner=_planner())
-        _flush(directory)
+        flush(directory)
 
     def load(self, declared: dict[str, Any], directory: Path) -> None:
         """`dcp.load`, in place."""
@@ -77,7 +77,7 @@ class TorchDistributed:
 
         def wait() -> Path:
             future.result()
-            _flush(directory)
+            flush(directory)
             return directory
 
         return wait
@@ -111,9 +111,3 @@ def _stager() -> Any:
         use_non_blocking_copy=False,
     )
     return staging.DefaultStager(options)
-
-
-def _flush(directory: Path) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        page_cache.flush(directory)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.state import GridLayout, RankState
 from megackpt.errors import MissingExtraError, UnsupportedError
+from tests.benchmarks.peers.contenders import flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class MegatronCore:
     def save(self, declared: _DeclaredState, directory: Path) -> None:
         """`dist_checkpointing.save`."""
         self._library.save(declared.tensors, str(directory), self._strategy(declared))
-        _flush(directory)
+        flush(directory)
 
     def load(self, declared: _DeclaredState, directory: Path) -> None:
         """`dist_checkpointing.load`; what comes as a tensor of its own is copied into the one declared."""
@@ -108,7 +108,7 @@ class MegatronCore:
 
     def _finalize(self, directory: Path) -> Path:
         self._queue.maybe_finalize_async_calls(blocking=True)
-        _flush(directory)
+        flush(directory)
         return directory
 
     def _strategy(self, declared: _DeclaredState) -> Any:
@@ -122,9 +122,3 @@ class MegatronCore:
                 base, dist.group.WORLD, do_cache_distribution=True
             )
         return self._saving[kept]
-
-
-def _flush(directory: Path) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        page_cache.flush(directory)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megackpt.cli.benchmark.contenders import Contender
 from megackpt.cli.benchmark.measure import BenchRun
 from megackpt.cli.benchmark.report import SAVE, Report, Row
 from megackpt.cli.benchmark.settings import BenchSettings, check_even, check_known
 from megackpt.errors import DeclarationError
-from tests.benchmarks.peers.contenders import PEERS, make_peer
+from tests.benchmarks.peers.contenders import PEERS, Peer, make_peer
 from tests.benchmarks.peers.names import ASYNC_TOTAL
 
 CASES = ("save", "load", "reshard", "async", "digests", "memory", "small", "plan", "long", "scaling")
@@ -24,7 +26,7 @@ class PeerSettings(BenchSettings):
     known_cases: ClassVar[tuple[str, ...]] = CASES
 
     cases: tuple[str, ...] = CASES
-    # libraries to compare with: names of PEERS, or `module:class` of a `Contender` that ranks can import
+    # libraries to compare with: names of PEERS, or `module:class` of a `Peer` that ranks can import
     peers: tuple[str, ...] = ()
     # how many ranks are compared with one, each time with the same state; under torchrun all
     scaling: int = 8
@@ -51,13 +53,19 @@ class Figure:
 
 
 class PeerRun(BenchRun):
-    """One rank's part, with the peers of the settings, and figures that are no times of a case."""
+    """One rank's part, with the peers of the settings, and figures that are no times of a case.
+
+    Attributes:
+        leaders: the native format and the peers.
+    """
 
     settings: PeerSettings
+    peers: Sequence[Peer]
 
     def __init__(self, settings: PeerSettings, root: Path, *, cases: int) -> None:
         peers = [make_peer(name) for name in settings.peers]
         super().__init__(settings, root, cases=cases, peers=peers)
+        self.leaders: list[Contender] = [self.native, *peers]
         self.figures: list[Figure] = []
 
     def note(self, name: str, who: str, value: float, unit: str = "") -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from megackpt.cli.benchmark.contenders import Contender
 from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.settings import PEER_ROUNDS
 from megackpt.cli.benchmark.state import (
@@ -15,14 +14,14 @@ from megackpt.cli.benchmark.state import (
     RankState,
     fingerprints,
     first_difference,
-    invert,
-    make_small_model,
     make_state,
     spoil,
     state_nbytes,
 )
+from tests.benchmarks.peers.contenders import AsyncContender, OursAsync
 from tests.benchmarks.peers.names import ASYNC_STALL, ASYNC_TOTAL, SMALL_LOAD, SMALL_SAVE
 from tests.benchmarks.peers.run import PeerRun
+from tests.benchmarks.peers.states import invert, make_small_model
 
 
 def measure_async(run: PeerRun) -> None:
@@ -30,17 +29,18 @@ def measure_async(run: PeerRun) -> None:
     layout = GridLayout(tp=run.ranks)
     source, target = run.state(layout), run.state(layout, filled=False)
     expected = fingerprints(source)
-    able = [contender for contender in run.leaders if contender.can_save_async]
+    ours = OursAsync(run.native.backend)
+    able: list[AsyncContender] = [ours, *(peer for peer in run.peers if peer.can_save_async)]
     for contender in run.turns(able, peer_rounds=PEER_ROUNDS):
         _save_async(run, contender, source, target, expected)
-        if contender is not run.native:  # whose Checkpointer removes old steps itself
+        if contender is not ours:  # whose Checkpointer removes old steps itself
             run.fresh(contender.name)
-    run.native.close()
+    ours.close()
     run.clear()
 
 
 def _save_async(
-    run: PeerRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
+    run: PeerRun, contender: AsyncContender, source: RankState, target: RankState, expected: Sequence[str]
 ) -> None:
     directory = run.fresh(contender.name)
     declared = contender.declare(source)
