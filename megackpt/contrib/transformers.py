@@ -96,8 +96,9 @@ class TrainerMixin:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if ranks != self.args.world_size:
             raise UnsupportedError(
-                f"The Trainer trains with {self.args.world_size} process(es), and torch.distributed has {ranks}: "
-                f"each rank would train a model of its own. Without GPUs, give TrainingArguments(use_cpu=True)."
+                f"The Trainer trains with {self.args.world_size} process(es), and torch.distributed has "
+                f"{ranks}: each rank would train a model of its own. Without GPUs, give "
+                f"TrainingArguments(use_cpu=True)."
             )
         if resume_from_checkpoint is True:
             output_dir = self.args.output_dir
