@@ -1,6 +1,6 @@
 """BERT, T5 and mT5: logits, gradients and folders of transformers, at several layouts.
 
-The tolerance is explained in tests/support/encoder_models.py.
+The tolerance is explained in tests/support/huggingface_models.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megackpt.training.parallel.context import join_context
 from models import GPT, BertConfig, LearnedPositions, T5Config, build_bert, build_t5
 from models.huggingface import bert_config, t5_config
 from tests.support.effort import few, sampled
-from tests.support.encoder_models import (
-    OF_GRADIENTS,
-    Build,
-    Case,
-    case_of,
-    check,
-    randomise,
-    real_tokens,
-    run,
-)
 from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
 from tests.support.huggingface_configs import random_fields, untie
 from tests.support.huggingface_folders import assert_same_tensors, declared
-from tests.support.huggingface_models import assert_close
+from tests.support.huggingface_models import (
+    OF_GRADIENTS,
+    Build,
+    Case,
+    assert_close,
+    case_of,
+    check,
+    randomise_encoder,
+    real_tokens,
+    run,
+)
 from tests.support.optimizers import tensors_of
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
@@ -69,7 +69,7 @@ def bert_of(seed: int) -> Any:
 def random_bert(seed: int) -> Any:
     """Return a random `BertForMaskedLM` of transformers."""
     model: Any = transformers.AutoModelForMaskedLM.from_config(bert_of(seed)).eval()
-    randomise(model, seed)
+    randomise_encoder(model, seed)
     return model
 
 
@@ -81,7 +81,7 @@ def random_t5(seed: int) -> Any:
     config._attn_implementation = "eager"
     model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     untie(model, fields)
-    randomise(model, seed)
+    randomise_encoder(model, seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith(".q.weight"):  # as T5 begins: it does not scale scores
@@ -218,7 +218,7 @@ def pooled(folder: Path, config: BertConfig, tokens: torch.Tensor, layout: Paral
 
 def test_a_bert_without_head_has_a_pooler_and_is_exported_so(rank_pool: RankPool, tmp_path: Path) -> None:
     model: Any = transformers.AutoModel.from_config(bert_of(0)).eval()
-    randomise(model, 0)
+    randomise_encoder(model, 0)
     model.save_pretrained(tmp_path / "folder")
     fields = json.loads((tmp_path / "folder" / "config.json").read_text())
     config = for_cp(bert_config(fields, has_token_head=False))

@@ -22,6 +22,7 @@ from megackpt import Checkpointer, ShardedTensor
 from megackpt.cli import output
 from megackpt.cli.benchmark.report import Report
 from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK, FLAGS_OF_ALL, UNREADABLE, commands
+from megackpt.cli.init import SCRIPTS
 from megackpt.cli.output import ProgressBars
 from megackpt.maps import family_of, known_families
 from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, flip
@@ -433,3 +434,18 @@ def test_in_a_pipe_each_row_is_a_line(checkpoint: Path, cli: CommandLine) -> Non
     lines = cli.out("inspect", checkpoint).splitlines()
     for key in KEYS:
         assert len([line for line in lines if f" {key} " in line]) == 1
+
+
+@pytest.mark.parametrize("kind", sorted(SCRIPTS))
+def test_a_script_is_short_and_compiles_and_replaces_no_file(
+    kind: str, tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.run("init", kind)
+    text = (tmp_path / f"train_{kind}.py").read_text()
+    compile(text, kind, "exec")
+    assert len(text.splitlines()) < 90
+    assert f"train_{kind}.py run 100" in text
+    (tmp_path / f"train_{kind}.py").write_text("mine")
+    assert "exists, and is not changed" in cli.err("init", kind, code=2)
+    assert (tmp_path / f"train_{kind}.py").read_text() == "mine"

@@ -1,4 +1,7 @@
-"""Values in pickles: plain ones come back bit by bit, and nothing of a pickle runs or changes the process."""
+"""Values and tensors in pickles come back bit by bit, and nothing of a pickle runs or changes the process.
+
+What an older Python pickles in another way than this one is read all the same.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import signal
 import sys
 import typing
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +23,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint.metadata as dcp_metadata
+from torch.distributed.checkpoint import metadata
 
 from megackpt import FormatError
 from megackpt.codec import ForeignMember, keep_unknown_values
+from megackpt.contrib.transformer_engine.extra_state import _format_name
 from megackpt.errors import UnserializableError
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value, save_value
@@ -481,3 +487,122 @@ def test_an_array_of_an_allowed_class_that_is_no_array_is_an_error(name: bytes) 
     pickled = b"\x80\x02cnumpy._core.multiarray\n_reconstruct\n" + arguments + b"R."
     with pytest.raises(FormatError, match="an array of numpy of class"):
         load_value(archive(pickled), where="the file")
+
+
+BASE = torch.arange(12.0).view(3, 4)
+STORAGE = torch.arange(6, dtype=torch.int16)._typed_storage()  # type: ignore[no-untyped-call]
+
+
+class Rebuilt:
+    """Is pickled as a tensor with these arguments."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, (*self.args, False, OrderedDict())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    {
+        "whole": BASE,
+        "turned": BASE.t(),
+        "a part": BASE[1:, 1:3],
+        "the last element": BASE[2, 3],
+        "every other column": BASE[:, ::2],
+        "repeated": BASE[0].expand(5, 4),
+        "empty": BASE[3:],
+        "bf16": BASE.bfloat16(),
+        "bool": BASE > 3,
+    }.values(),
+)
+def test_a_tensor_of_torch_loads_bit_for_bit(tensor: torch.Tensor) -> None:
+    loaded = load_tensor_pickle(pickle.dumps({"t": [tensor]}), [], where="w")["t"][0]
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert torch.equal(loaded, tensor)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ((STORAGE, 0, (7,), (1,)), "beyond its storage"),
+        ((STORAGE, 1, (6,), (1,)), "beyond its storage"),
+        ((STORAGE, 0, (2, 3), (4, 1)), "beyond its storage"),
+        ((STORAGE, 6, (), ()), "beyond its storage"),
+        ((STORAGE, -1, (2,), (1,)), "negative or missing extent"),
+        ((STORAGE, 0, (-2,), (1,)), "negative or missing extent"),
+        ((STORAGE, 0, (2,), (-1,)), "negative or missing extent"),
+        ((STORAGE, 0, (2, 3), (1,)), "negative or missing extent"),
+        ((STORAGE, 0, (2.0,), (1,)), "negative or missing extent"),
+        ((BASE, 0, (2,), (1,)), "a tensor in a Tensor"),
+        ((b"", 0, (2,), (1,)), "a tensor in a bytes"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_storage_is_an_error(args: tuple[Any, ...], why: str) -> None:
+    with pytest.raises(FormatError, match=rf"^w: the pickle cannot be loaded .*{why}"):
+        load_tensor_pickle(pickle.dumps(Rebuilt(*args)), [], where="w")
+
+
+@pytest.mark.parametrize("extent", [(6,), (2, 3)])
+def test_a_tensor_may_end_where_its_storage_does(extent: tuple[int, ...]) -> None:
+    stride = (1,) if len(extent) == 1 else (3, 1)
+    loaded = load_tensor_pickle(pickle.dumps(Rebuilt(STORAGE, 0, extent, stride)), [], where="w")
+    assert torch.equal(loaded, torch.arange(6, dtype=torch.int16).view(extent))
+    beyond = load_tensor_pickle(pickle.dumps(Rebuilt(STORAGE, 6, (0, 3), (3, 1))), [], where="w")
+    assert beyond.shape == (0, 3)
+
+
+class Called:
+    """Is pickled as a call of getattr, which Python 3.11.0 to 3.11.3 does for members of enumerations."""
+
+    def __init__(self, *args: Any, state: Any = None) -> None:
+        self.args = args, *([] if state is None else [state])
+
+    def __reduce__(self) -> Any:
+        return getattr, *self.args
+
+
+def test_members_of_enumerations_are_read_from_a_call_of_getattr() -> None:
+    kinds = metadata._MEM_FORMAT_ENCODING
+    stored = pickle.dumps([Called(kinds, "TORCH_PRESERVE_FORMAT")])
+    assert load_metadata(stored, where="w") == [kinds.TORCH_PRESERVE_FORMAT]
+
+
+@pytest.mark.parametrize(
+    "args", [(metadata.Metadata, "__init__"), (metadata._MEM_FORMAT_ENCODING, "__class__"), ([], "append")]
+)
+def test_a_call_of_getattr_gives_nothing_else(args: tuple[Any, str]) -> None:
+    with pytest.raises(FormatError):
+        load_metadata(pickle.dumps([Called(*args)]), where="w")
+
+
+def test_the_attributes_of_a_member_cannot_be_changed() -> None:
+    kinds = metadata._MEM_FORMAT_ENCODING
+    member = kinds.TORCH_PRESERVE_FORMAT
+    before = dict(vars(member))
+    stored = pickle.dumps([Called(kinds, member.name, state={"_value_": 99})])
+    with pytest.raises(FormatError):
+        load_metadata(stored, where="w")
+    assert vars(member) == before
+
+
+class Format(enum.Enum):
+    """Stands for the one of Transformer Engine."""
+
+    HYBRID = (448, 57344)
+
+
+OF_FORMAT = (__name__, "Format")
+
+
+@pytest.mark.parametrize("stored", [Format.HYBRID, Called(Format, "HYBRID")], ids=["by value", "by name"])
+def test_a_format_of_transformer_engine_has_its_name_either_way(stored: Any) -> None:
+    (member,) = load_tensor_pickle(pickle.dumps([stored]), [OF_FORMAT], where="w")
+    assert (member.of, _format_name(member)) == (OF_FORMAT, "HYBRID")
+
+
+@pytest.mark.parametrize("args", [([], "append"), ({}, "update"), ("text", "format")])
+def test_a_call_of_getattr_in_a_pickle_of_tensors_gives_nothing_else(args: tuple[Any, str]) -> None:
+    with pytest.raises(FormatError, match="getattr for something that is no class"):
+        load_tensor_pickle(pickle.dumps([Called(*args)]), [OF_FORMAT], where="w")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -12,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import CoverageError, FormatError, MismatchError, ShardedObject, ShardedTensor
+from megackpt import CoverageError, FormatError, MismatchError, ShardedObject, ShardedTensor, load, save
+from megackpt.comm import Group
 from megackpt.entities.describe import describe
 from megackpt.errors import CheckpointError, rank_list
 from megackpt.options import Spread
@@ -34,13 +36,16 @@ from megackpt.plans.planning import SavePlan, plan_merged_save, plan_save
 from megackpt.plans.planning.main_replicas import keep_lowest_main
 from megackpt.plans.validation import check_coverage
 from megackpt.plans.validation.equality import check_common_equal
+from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
+from megackpt.testing.world import SimulatedWorld
+from tests.support.declaration_faults import FAULTS, RANKS, World, is_main, outcomes_of, valid_world
 from tests.support.effort import few
 
-World = list[list[ShardedTensor | ShardedObject]]
+RandomWorld = list[list[ShardedTensor | ShardedObject]]
 
 
-def described(world: World) -> list[DeclaredChunks]:
+def described(world: RandomWorld) -> list[DeclaredChunks]:
     sizes = [[8 * (e.replica_id == 0) for e in of if isinstance(e, ShardedObject)] for of in world]
     return [describe(of, rank=rank, object_nbytes=sizes[rank]) for rank, of in enumerate(world)]
 
@@ -55,10 +60,10 @@ def gathered(world: Sequence[DeclaredChunks]) -> tuple[MergedDeclarations, list[
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn) -> RandomWorld:
     """Generated layouts, and tensors that are equal on groups of ranks, as on data-parallel replicas."""
     ranks = draw(st.integers(1, 6))
-    world: World = [[] for _ in range(ranks)]
+    world: RandomWorld = [[] for _ in range(ranks)]
     for i in range(draw(st.integers(1, 3))):
         array = draw(arrays(max_dims=3))
         for owned in draw(owned_chunks(tuple(array.shape), ranks=ranks)):
@@ -79,7 +84,7 @@ def worlds(draw: st.DrawFn) -> World:
 @given(worlds(), st.sampled_from(["world", "none", "group"]), st.sampled_from([None, 8, 100]))
 @settings(max_examples=few(30, of=300), deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_plan_is_that_from_the_declarations_of_all(
-    world: World, spread: Spread, part_bytes: int | None
+    world: RandomWorld, spread: Spread, part_bytes: int | None
 ) -> None:
     declared = described(world)
     ranks, merged = len(world), merge_declarations(declared)
@@ -99,7 +104,7 @@ def test_the_plan_is_that_from_the_declarations_of_all(
 @given(worlds(), st.sampled_from([8, 40, 200]))
 @settings(max_examples=few(20, of=200), deadline=None, suppress_health_check=list(HealthCheck))
 def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_owners(
-    world: World, part_bytes: int
+    world: RandomWorld, part_bytes: int
 ) -> None:
     declared = described(world)
     merged, lists = gathered(declared)
@@ -125,7 +130,7 @@ def is_inside(plan: SavePlan, row: int, declared: DeclaredChunks, entity: int) -
     return bool(inside.all()) and int(part.flat_start[row]) == 0
 
 
-def replicated(rows: int) -> World:
+def replicated(rows: int) -> RandomWorld:
     data = torch.zeros(rows, 4)
     return [[ShardedTensor.from_rank_offsets("w", data, replica_id=rank)] for rank in range(8)]
 
@@ -453,3 +458,154 @@ def test_a_chunk_less_or_a_chunk_too_many_is_always_found(
     assert caught.value.key == "array"
     message = "by no rank" if spoil == "drop" else f"all of rank {victim.rank})"
     assert message in str(caught.value) or "more than one main replica (ranks" in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_on_every_rank_and_named_before_anything_is_written(name: str, seed: int) -> None:
+    world, store = valid_world(seed), MemoryStore()
+    expected = FAULTS[name](world)
+    outcomes = outcomes_of(world, store)
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointError), f"{name} was not found"
+    raised = [o for o in outcomes if isinstance(o, expected.error)]
+    assert raised, f"found as {outcomes[0]!r}"
+    for text in expected.message:
+        assert any(text in str(error) for error in raised), f"{text!r} is not in {raised[0]}"
+    assert len({type(o) for o in outcomes}) == 1
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        load({}, store)
+
+
+# Changes after which everything is still saved exactly once. They must pass.
+
+
+def nothing_changes(w: World) -> None:
+    pass
+
+
+def ranks_swap_their_boxes(w: World) -> None:
+    first, second = w.tensor(0, "regular"), w.tensor(6, "regular")
+    w.entities[0]["regular"], w.entities[6]["regular"] = (
+        replace(first, global_offset=second.global_offset),
+        replace(second, global_offset=first.global_offset),
+    )
+
+
+def ranks_swap_their_flat_ranges(w: World) -> None:
+    w.entities[0]["flat"], w.entities[1]["flat"] = w.entities[1]["flat"], w.entities[0]["flat"]
+
+
+def another_replica_is_the_main_one(w: World) -> None:
+    for rank, dp in ((0, 1), (1, 0)):
+        w.spoil(rank, "uneven", replica_id=(0, 0, dp))
+
+
+def a_rank_cuts_its_box_in_two(w: World) -> None:
+    rows = w.edges[1]
+    w.spoil(0, "uneven", local_shape=(1, w.cols))
+    rest = replace(w.tensor(0, "uneven"), data=None, local_shape=(rows - 1, w.cols), global_offset=(1, 0))
+    rest.init_data()
+    w.entities[0]["rest"] = rest
+
+
+def a_copy_that_is_not_main_is_cut_otherwise(w: World) -> None:
+    w.spoil(1, "regular", local_shape=(1, w.cols), axis_fragmentations=None)
+
+
+def a_flat_range_is_declared_as_the_whole_block_by_one_rank(w: World) -> None:
+    w.spoil(0, "flat", flattened_range=None)
+    w.spoil(1, "flat", flattened_range=slice(0, 0))
+
+
+def a_replica_lacks_a_key(w: World) -> None:
+    del w.entities[1]["regular"]
+
+
+def a_rank_with_copies_only_declares_nothing_else(w: World) -> None:
+    w.entities[3] = {key: e for key, e in w.entities[3].items() if is_main(e)}
+
+
+def an_array_without_elements_is_declared_by_one_rank(w: World) -> None:
+    w.entities[2]["empty"] = ShardedTensor.from_rank_offsets("empty", torch.zeros(0, 3))
+
+
+def keys_of_common_state_come_in_another_order(w: World) -> None:
+    w.common[4] = dict(reversed(w.common[4].items()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "change",
+    [
+        nothing_changes,
+        ranks_swap_their_boxes,
+        ranks_swap_their_flat_ranges,
+        another_replica_is_the_main_one,
+        a_rank_cuts_its_box_in_two,
+        a_copy_that_is_not_main_is_cut_otherwise,
+        a_flat_range_is_declared_as_the_whole_block_by_one_rank,
+        a_replica_lacks_a_key,
+        a_rank_with_copies_only_declares_nothing_else,
+        an_array_without_elements_is_declared_by_one_rank,
+        keys_of_common_state_come_in_another_order,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_what_is_still_saved_exactly_once_raises_no_error(change: Callable[[World], None], seed: int) -> None:
+    world, store = valid_world(seed), MemoryStore()
+    change(world)
+    assert outcomes_of(world, store) == [None] * RANKS
+    wanted = copy.copy(valid_world(seed).entities[0])
+    assert load({"shards": wanted}, store)["shards"]["regular"] is not None
+
+
+def test_many_faults_of_each_kind_are_listed_by_their_first_ones_and_a_count() -> None:
+    ranks, arrays = 2, 15
+
+    def save_rank(group: Group) -> None:
+        def half(key: str, mains: bool) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
+                key, torch.zeros(2), (0, 0, 2), replica_id=0 if mains else 1
+            )
+
+        state = {
+            **{f"a{i:02d}": half(f"a{i:02d}", mains=True) for i in range(arrays)},
+            "objects": ShardedObject("objects", 0, (30,), (0,)),
+        }
+        save(state, MemoryStore(), group=group)
+
+    for error in SimulatedWorld(ranks).outcomes(save_rank):
+        assert isinstance(error, CoverageError)
+        assert error.key == "a00"
+        assert error.rank == 0
+        missing, twice, objects, objects_twice = str(error).split("Saved ")[1:]
+        assert missing.startswith("by no rank")
+        assert [line for line in missing.splitlines() if "elements" in line] == [
+            f"  'a{i:02d}': elements [2:4] are saved by no rank (global shape (4,)); "
+            "ranks 0, 1 declare other chunks"
+            for i in range(4)
+        ]
+        assert "... and 11 more (15 in all)" in missing
+        assert twice.startswith("more than once")
+        assert "'a03': elements [0:2] are saved by more than one main replica (ranks 0, 1)" in twice
+        assert "... and 11 more (15 in all)" in twice
+        assert "object 'objects/shard_4_30'" in objects
+        assert "... and 25 more (29 in all)" in objects
+        assert (
+            "object 'objects/shard_0_30' is saved by more than one main replica (ranks 0, 1)" in objects_twice
+        )
+
+
+def test_conflicts_between_ranks_are_listed_all_together() -> None:
+    def save_rank(group: Group) -> None:
+        state = {
+            f"a{i:02d}": ShardedTensor.from_rank_offsets(f"a{i:02d}", torch.zeros(2 + group.rank))
+            for i in range(12)
+        }
+        save(state, MemoryStore(), group=group)
+
+    for error in SimulatedWorld(2).outcomes(save_rank):
+        assert isinstance(error, MismatchError)
+        assert "'a09': float32 (2,) on ranks 0; float32 (3,) on ranks 1" in str(error)
+        assert "... and 2 more (12 in all)" in str(error)

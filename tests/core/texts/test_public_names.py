@@ -266,7 +266,7 @@ OF_OTHERS = {
     "tp_size",  # likewise
     "master_weights",  # likewise
     "storage_path",  # of Ray Train
-    "quantization_config",  # of transformers, whose lines test_quantised_folders.py runs
+    "quantization_config",  # of transformers, whose lines test_folder_kinds.py runs
     "dequantize",  # likewise
     "save_original_format",  # likewise
     "initial_load_in_hf",  # of torchtitan
@@ -313,7 +313,7 @@ def test_arguments_in_error_texts_exist() -> None:
         for name, parameters in _arguments(nodes):
             arguments[name] |= parameters
         if path == "cli/init.py":
-            continue  # its strings are programs, which test_init.py runs
+            continue  # its strings are programs, which test_output.py runs
         for line, text in _texts(nodes):
             named = _ARGUMENT.finditer(text) if "=" in text else ()
             advised += [(f"{path}:{line}", match["owner"], match["name"]) for match in named]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import megackpt
-from tests.support.effort import tries_all
+from tests.support.effort import few, tries_all
 from tests.system.attacks import trial
+from tests.system.attacks.importers import IMPORTERS, case
 
 ROOT = Path(megackpt.__file__).parents[1]
 SAMPLED = 50
@@ -66,3 +67,15 @@ def test_no_crafted_directory_gets_anywhere(tmp_path: Path, pytestconfig: pytest
     rejected = sum("rejected" in str(directory["outcomes"]) for directory in message)
     print(f"{len(message)} directories, {rejected} of them rejected")
     assert rejected > len(message) // 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and forks are those of Linux")
+@pytest.mark.parametrize("name", IMPORTERS)
+def test_an_importer_rejects_a_changed_folder_or_stores_what_it_has(name: str, tmp_path: Path) -> None:
+    outcomes = {seed: case(name, seed, tmp_path) for seed in range(few(24, of=500))}
+    faults = {seed: outcome for seed, outcome in outcomes.items() if outcome.startswith("FAULT")}
+    equal = sum(outcome == "equal" for outcome in outcomes.values())
+    print(f"{name}: {len(outcomes)} folders, {equal} stored as they are")
+    assert not faults, "\n".join(f"{name} {seed}: {fault}" for seed, fault in list(faults.items())[:20])
+    # Both happen: the changes reach the readers, and are not all noticed at the door.
+    assert 0 < equal < len(outcomes)

@@ -30,7 +30,6 @@ from megackpt.training.parallel import (
 )
 from models import BertConfig, LearnedPositions, MLPConfig, T5Config, build_bert, build_gpt, build_t5
 from tests.support.effort import sampled, tries_all
-from tests.support.encoder_models import context_share_of
 from tests.support.gpt import (
     ALL_MOE,
     CONFIG,
@@ -46,6 +45,7 @@ from tests.support.gpt import (
     resume,
     state_of,
 )
+from tests.support.huggingface_models import context_share_of
 
 VOCAB_SIZE = CONFIG.vocab_size  # not a multiple of 2 or 4: padded differently at each tp
 STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "step")

@@ -19,7 +19,7 @@ from megackpt import DeclarationError, MismatchError, MissingKeyError, ShardedTe
 from megackpt.errors import OptimizerError
 from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
-from tests.support.optim_training import (
+from tests.support.optimizers import (
     KINDS,
     OPTIMIZERS,
     SINGLE_PROCESS,
@@ -30,17 +30,19 @@ from tests.support.optim_training import (
     assert_same_weights,
     backward,
     declare,
-    make_model,
+    gather,
+    loaded,
+    make_small_model,
     move,
+    scatter,
     train,
 )
-from tests.support.optimizers import gather, loaded, scatter
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_plain_torch_bit_for_bit(kind: Kind, name: str) -> None:
-    model, reference = make_model(), make_model()
+    model, reference = make_small_model(), make_small_model()
     optimizer = kind(model.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
     train(model, optimizer, range(4))
     train(reference, OPTIMIZERS[name](reference.parameters()), range(4))
@@ -49,7 +51,7 @@ def test_training_equals_plain_torch_bit_for_bit(kind: Kind, name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_gradient_is_left_alone_and_starts_later_as_new(kind: Kind) -> None:
-    model, reference = make_model(), make_model()
+    model, reference = make_small_model(), make_small_model()
     factory = OPTIMIZERS["sgd_dampening"]  # whose first step differs from later ones
     optimizer, plain = kind(model.parameters(), factory, SINGLE_PROCESS), factory(reference.parameters())
     for step in range(4):
@@ -69,7 +71,7 @@ def test_a_parameter_without_gradient_is_left_alone_and_starts_later_as_new(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_parameter_has_no_state_and_does_not_move(kind: Kind) -> None:
-    model = make_model()
+    model = make_small_model()
     model[2].requires_grad_(False)
     before = model[2].weight.clone()
     optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
@@ -82,13 +84,13 @@ def test_a_frozen_parameter_has_no_state_and_does_not_move(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run_on_the_same_gradients(kind: Kind) -> None:
-    model = make_model(torch.bfloat16)
+    model = make_small_model(torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters()]
     reference = OPTIMIZERS["adamw"](masters)
     optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     for step in range(5):
         for micro in range(2):  # two micro-batches: their bf16 gradients are added in fp32
-            twin = make_model(torch.bfloat16)
+            twin = make_small_model(torch.bfloat16)
             twin.load_state_dict(model.state_dict())
             backward(twin, 10 * step + micro)
             backward(model, 10 * step + micro)
@@ -105,7 +107,7 @@ def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run_on_the_same_gradien
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_equals_that_of_torch(kind: Kind, max_norm: float) -> None:
-    model, reference = make_model(), make_model()
+    model, reference = make_small_model(), make_small_model()
     optimizer = kind(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS, clip_grad=max_norm)
     plain = OPTIMIZERS["sgd"](reference.parameters())
     for step in range(3):
@@ -123,7 +125,7 @@ def test_clipping_equals_that_of_torch(kind: Kind, max_norm: float) -> None:
 
 
 def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
-    model, reference = make_model(), make_model()
+    model, reference = make_small_model(), make_small_model()
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     plain = OPTIMIZERS["sgd"](reference.parameters())
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer.inner, plain)]
@@ -148,13 +150,13 @@ def test_an_optimizer_whose_state_cannot_be_declared_is_rejected(
     kind: Kind, factory: Callable[[Any], Optimizer], match: str
 ) -> None:
     with pytest.raises(OptimizerError, match=match):
-        kind(make_model().parameters(), factory, SINGLE_PROCESS)
+        kind(make_small_model().parameters(), factory, SINGLE_PROCESS)
 
 
 def test_state_of_another_shape_is_rejected_for_shards() -> None:
     match = "RowMoments keeps state that is neither.*'row'.*Use MixedPrecisionOptimizer"
     with pytest.raises(OptimizerError, match=match):
-        DistributedOptimizer(make_model().parameters(), RowMoments, SINGLE_PROCESS)
+        DistributedOptimizer(make_small_model().parameters(), RowMoments, SINGLE_PROCESS)
 
 
 @pytest.mark.parametrize("factory", [Lamb, lambda g: torch.optim.Adafactor(g, lr=0.1)])
@@ -164,11 +166,11 @@ def test_an_optimizer_that_is_not_elementwise_is_rejected_for_shards(
     with pytest.raises(
         OptimizerError, match=r"(Lamb|Adafactor) is not elementwise.*Use MixedPrecisionOptimizer"
     ):
-        DistributedOptimizer(make_model().parameters(), factory, SINGLE_PROCESS)
+        DistributedOptimizer(make_small_model().parameters(), factory, SINGLE_PROCESS)
 
 
 def test_an_optimizer_that_is_not_elementwise_trains_on_whole_masters() -> None:
-    model, reference = make_model(), make_model()
+    model, reference = make_small_model(), make_small_model()
     optimizer = MixedPrecisionOptimizer(model.parameters(), Lamb, SINGLE_PROCESS)
     train(model, optimizer, range(2))
     train(reference, Lamb(reference.parameters()), range(2))
@@ -176,7 +178,7 @@ def test_an_optimizer_that_is_not_elementwise_trains_on_whole_masters() -> None:
 
 
 def test_gradients_may_not_be_added_to_reduced_ones() -> None:
-    model = make_model()
+    model = make_small_model()
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     backward(model, 0)
     optimizer.step()
@@ -198,7 +200,7 @@ def test_gradients_set_by_hand_or_added_by_a_kernel_are_taken_in() -> None:
 
 
 def test_parameters_and_gradients_live_in_the_buffers() -> None:
-    model = make_model(torch.bfloat16)
+    model = make_small_model(torch.bfloat16)
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     (buffer,) = optimizer.buffers
     backward(model, 0)
@@ -211,7 +213,7 @@ def test_parameters_and_gradients_live_in_the_buffers() -> None:
 
 
 def test_a_new_optimizer_takes_over_the_gradients_of_its_parameters() -> None:
-    model, reference = make_model(), make_model()
+    model, reference = make_small_model(), make_small_model()
     DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     train(model, DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS), range(2))
     train(reference, OPTIMIZERS["sgd"](reference.parameters()), range(2))
@@ -219,7 +221,7 @@ def test_a_new_optimizer_takes_over_the_gradients_of_its_parameters() -> None:
 
 
 def test_a_model_under_an_optimizer_can_be_pickled_and_copied() -> None:
-    model = make_model()
+    model = make_small_model()
     DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert_same_weights(model, twin)
@@ -371,7 +373,7 @@ def test_a_trained_model_is_freed() -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     source: Kind, target: Kind, name: str, saved_after: int
 ) -> None:
-    model, fresh = make_model(), make_model(seed=7)
+    model, fresh = make_small_model(), make_small_model(seed=7)
     optimizer = source(model.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
     train(model, optimizer, range(saved_after))
     resumed = target(fresh.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
@@ -384,7 +386,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_loading_into_an_optimizer_that_has_trained_makes_it_the_saved_one(kind: Kind) -> None:
     for saved_after in (0, 2):
-        model, other = make_model(), make_model(seed=7)
+        model, other = make_small_model(), make_small_model(seed=7)
         optimizer = kind(model.parameters(), OPTIMIZERS["sgd_dampening"], SINGLE_PROCESS)
         train(model, optimizer, range(saved_after))
         trained = kind(other.parameters(), OPTIMIZERS["sgd_dampening"], SINGLE_PROCESS)
@@ -403,7 +405,7 @@ def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> N
             {"params": [model[0].bias, model[2].bias, model.scale], "weight_decay": 0.0},
         ]
 
-    model, reference, fresh = make_model(), make_model(), make_model(seed=7)
+    model, reference, fresh = make_small_model(), make_small_model(), make_small_model(seed=7)
     optimizer = kind(grouped(model), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     train(model, optimizer, range(3))
     train(reference, torch.optim.AdamW(grouped(reference), lr=0.01), range(3))
@@ -422,7 +424,7 @@ def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> N
 
 
 def test_groups_of_another_name_are_rejected_and_nothing_is_changed() -> None:
-    model = make_model()
+    model = make_small_model()
     optimizer = DistributedOptimizer(
         [{"params": model.parameters(), "name": "all"}], OPTIMIZERS["adamw"], SINGLE_PROCESS
     )
@@ -436,7 +438,7 @@ def test_groups_of_another_name_are_rejected_and_nothing_is_changed() -> None:
 
 
 def test_weights_that_are_not_the_rounded_masters_are_rejected_after_load() -> None:
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16, seed=7)
+    model, other = make_small_model(torch.bfloat16), make_small_model(torch.bfloat16, seed=7)
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     resumed = DistributedOptimizer(other.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     request = resumed.sharded_state_dict(declare(other))
@@ -451,7 +453,7 @@ def test_weights_that_are_not_the_rounded_masters_are_rejected_after_load() -> N
 
 
 def test_masters_that_a_checkpoint_lacks_are_made_from_the_weights() -> None:
-    model = make_model(torch.bfloat16)
+    model = make_small_model(torch.bfloat16)
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     answer = loaded(optimizer.sharded_state_dict(declare(model)))
     for states in answer["state"].values():
@@ -481,16 +483,16 @@ def test_states_loaded_without_their_step_are_kept() -> None:
 
 
 def test_reload_model_params_trains_on_from_loaded_weights() -> None:
-    model = make_model(torch.bfloat16)
+    model = make_small_model(torch.bfloat16)
     optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.SGD(g, lr=0.0), SINGLE_PROCESS)
-    model.load_state_dict(make_model(torch.bfloat16, seed=7).state_dict())
+    model.load_state_dict(make_small_model(torch.bfloat16, seed=7).state_dict())
     optimizer.reload_model_params()
     train(model, optimizer, range(1))
-    assert_same_weights(model, make_model(torch.bfloat16, seed=7))
+    assert_same_weights(model, make_small_model(torch.bfloat16, seed=7))
 
 
 def test_loaded_tensors_of_another_size_are_rejected() -> None:
-    model = make_model()
+    model = make_small_model()
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     answer = loaded(optimizer.sharded_state_dict(declare(model)))
     answer["state"][0]["exp_avg"] = torch.zeros(7)
@@ -501,7 +503,7 @@ def test_loaded_tensors_of_another_size_are_rejected() -> None:
 
 
 def test_tensors_that_were_not_filled_in_place_are_copied() -> None:
-    model, fresh = make_model(), make_model()
+    model, fresh = make_small_model(), make_small_model()
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     resumed = DistributedOptimizer(fresh.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     train(model, optimizer, range(2))
