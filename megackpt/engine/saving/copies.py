@@ -87,8 +87,8 @@ def differing_copies(
     length = own.dtype["name"].itemsize
     wanted = {names[at : at + length] for at in range(0, len(names), length)}
     with gather_step(group, "naming replicas that differ") as naming:
-        held = zip((name.tobytes() for name in own["name"]), labels, strict=True)
-        naming.data = json.dumps({name.hex(): label for name, label in held if name in wanted}).encode()
+        named = zip((name.tobytes() for name in own["name"]), labels, strict=True)
+        naming.data = json.dumps({name.hex(): label for name, label in named if name in wanted}).encode()
     known = {name: label for sent in naming.results for name, label in json.loads(sent).items()}
     return sorted((tuple(known[divergence.name.hex()]), divergence) for divergence in divergences)
 

@@ -319,7 +319,7 @@ CALLS = [
 
 
 @pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2):
             tensor = ShardedTensor.from_rank_offsets("weight", torch.ones(4))
@@ -337,7 +337,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("words", "next_step"), CALLS, ids=[words for words, _ in CALLS])
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("working_directory")
 def test_a_wrong_call_names_its_cause_and_the_next_step(words: str, next_step: str, cli: CommandLine) -> None:
     out, err = cli.run(*words.split(), code=None)
     text = " ".join(f"{out} {err}".split())

@@ -266,7 +266,8 @@ OF_OTHERS = {
     "tp_size",  # likewise
     "master_weights",  # likewise
     "storage_path",  # of Ray Train
-    "quantization_config",  # of transformers, whose lines test_folder_kinds.py runs
+    "use_cpu",  # of transformers
+    "quantization_config",  # likewise; test_folder_kinds.py runs its lines
     "dequantize",  # likewise
     "save_original_format",  # likewise
     "initial_load_in_hf",  # of torchtitan
