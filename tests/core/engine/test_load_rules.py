@@ -42,9 +42,12 @@ from megackpt.engine.loading.shared_targets import sharing
 from megackpt.entities.describe import describe, torch_dtype
 from megackpt.errors import UnsupportedError
 from megackpt.run import check_is_distributed_checkpoint, remove_sharded_tensors
-from megackpt.storage import MemoryStore
+from megackpt.storage import LocalStore, MemoryStore
+from megackpt.testing.cached_disk import Loss
+from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.world import SimulatedWorld
 from tests.core.formats.test_torch_files import fake_rank
+from tests.support.checkpoints import SAVED_FORMATS
 from tests.support.dcp_alone import ALONE
 from tests.support.states import filled, freed, sharded
 
@@ -257,6 +260,27 @@ def test_the_report_lists_what_was_done_with_bytes(tmp_path: Path) -> None:
     text = str(report)
     assert "loaded 4 arrays (60 bytes on this rank), 1 objects" in text
     assert "'small': stored as float32 (4,), loaded as float32 (6,), 8 bytes of 0" in text
+
+
+@pytest.mark.parametrize("strategy", SAVED_FORMATS, ids=str)
+def test_a_machine_that_stops_while_arrays_are_removed_leaves_all_or_the_rest(
+    strategy: tuple[str, int], tmp_path: Path
+) -> None:
+    state = {"w": sharded("model.w", torch.arange(9.0)), "m": sharded("optimizer.m", torch.ones(9))}
+    save(state, tmp_path, strategy)
+    before = {name: LocalStore(tmp_path).read(name, max_bytes=10**6) for name in LocalStore(tmp_path).names()}
+    machine = CrashMachine(before)
+    remove_sharded_tensors(machine.store(rank=0), "optimizer.")
+    seen = set()
+    for index in range(machine.passed[0]):
+        machine = CrashMachine(before, stop_at=Moment(rank=0, index=index))
+        with pytest.raises(Stopped):
+            remove_sharded_tensors(machine.store(rank=0), "optimizer.")
+        for loss in Loss:
+            loaded = load_plain_tensors(machine.restarted(loss).store(rank=0))
+            assert torch.equal(loaded["model.w"], torch.arange(9.0)), (index, loss)
+            seen.add(tuple(loaded))
+    assert seen == {("model.w",), ("model.w", "optimizer.m")}
 
 
 def test_arrays_can_be_taken_out_of_a_checkpoint_and_the_rest_stays_loadable(tmp_path: Path) -> None:
