@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,99 +14,10 @@ from megackpt.cli.entry import EPILOG, print_json, wants_json
 from megackpt.cli.locations import LocalPath
 from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.errors import MapError
-from megackpt.maps.family import FamilyRules
-from megackpt.maps.regions import RegionMap
-from megackpt.maps.rules import Rule
 
 if TYPE_CHECKING:
     from megackpt.maps import FamilyRules, RegionMap
-
-
-# A map as rows, to be printed: one for each rule.
-
-
-@dataclass(frozen=True, slots=True)
-class MapRow:
-    """A rule, with the shapes of its arrays.
-
-    Attributes:
-        ours: key of our array; `{layer}` stands for a layer.
-        axes: its axes, as in the rule.
-        shape: its shape, without a layer axis.
-        theirs: key of the array of the other family; `{word}` stands for a position along that axis.
-        their_axes: its axes.
-        their_shape: its shape.
-        layers: the layers that have the array; empty outside of layers.
-    """
-
-    ours: str
-    axes: str
-    shape: tuple[int, ...]
-    theirs: str
-    their_axes: str
-    their_shape: tuple[int, ...]
-    layers: tuple[int, ...]
-
-    def of_layers(self, count: int) -> Iterator[MapRow]:
-        """Yield a row for each of the first `count` layers of the model that has the array."""
-        if not self.layers:
-            yield self
-        for layer in self.layers:
-            if layer < count:
-                ours, theirs = (key.replace("{layer}", str(layer)) for key in (self.ours, self.theirs))
-                yield MapRow(ours, self.axes, self.shape, theirs, self.their_axes, self.their_shape, (layer,))
-
-
-def map_rows(family: FamilyRules, made: RegionMap) -> list[MapRow]:
-    """Return a row for each rule. Pure.
-
-    Args:
-        family: the rules.
-        made: their map.
-    """
-    return [_row(rule, made) for rule in family.rules]
-
-
-def pair_rows(made: RegionMap, *, layers: int) -> Iterator[tuple[str, str, str, str]]:
-    """Yield key and region of ours, and key and region of theirs, of each pair in the first layers. Pure.
-
-    Args:
-        made: a map with keys for each layer on the left.
-        layers: number of layers; all pairs outside of layers are there.
-    """
-    for pair in made.pairs:
-        layer = re.match(r"(?:.*\.)?layers\.(\d+)\.", pair.left.key)
-        if layer is None or int(layer[1]) < layers:
-            yield pair.left.key, str(pair.left.box), pair.right.key, str(pair.right.box)
-
-
-def spelled_layers(layers: Sequence[int]) -> str:
-    """Return layers as text, those that follow each other as ranges.
-
-    >>> spelled_layers([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    ranges: list[list[int]] = []
-    for layer in layers:
-        if ranges and layer == ranges[-1][1] + 1:
-            ranges[-1][1] = layer
-        else:
-            ranges.append([layer, layer])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
-
-
-def _row(rule: Rule, made: RegionMap) -> MapRow:
-    layer = str(rule.layers[0]) if rule.layers else ""
-    words = set(re.findall(r"\{(\w+)\}", rule.theirs)) - {"layer"}
-    # An axis that a key spells is none of the array.
-    own = " ".join(axis for axis in rule.axes.split() if axis not in words)
-    ours, theirs = (key.replace("{layer}", layer) for key in (rule.ours, rule.theirs))
-    for word in words:
-        theirs = theirs.replace(f"{{{word}}}", "0")
-    shape, their_shape = made.left[ours].stored, made.right[theirs].stored
-    return MapRow(
-        rule.ours, rule.axes, shape, rule.theirs, rule.their_axes or own, their_shape, tuple(rule.layers)
-    )
+    from megackpt.maps.table import MapRow
 
 
 @click.command(name="maps", cls=click.Group, invoke_without_command=True, epilog=EPILOG)
@@ -188,6 +98,8 @@ class _Table(NamedTuple):
 
 
 def _array_table(rules: FamilyRules, made: RegionMap, layers: int | None) -> _Table:
+    from megackpt.maps.table import map_rows
+
     rows = map_rows(rules, made)
     if layers is not None:
         rows = [of_layer for row in rows for of_layer in row.of_layers(layers)]
@@ -196,6 +108,8 @@ def _array_table(rules: FamilyRules, made: RegionMap, layers: int | None) -> _Ta
 
 
 def _pair_table(made: RegionMap, layers: int) -> _Table:
+    from megackpt.maps.table import pair_rows
+
     columns = ("ours", "region", "Megatron-Core", "their region")
     cells = list[tuple[str, ...]](pair_rows(made, layers=layers))
     names = ("ours", "region", "theirs", "their_region")
@@ -229,6 +143,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _cells(row: MapRow) -> tuple[str, ...]:
+    from megackpt.maps.table import spelled_layers
+
     shapes = (str(list(row.shape)), str(list(row.their_shape)))
     return (row.ours, row.axes, row.theirs, row.their_axes, *shapes, spelled_layers(row.layers))
 
