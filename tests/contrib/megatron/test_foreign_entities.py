@@ -25,9 +25,9 @@ from megackpt.errors import UnserializableError
 def _theirs(name: str, *fields: str, **defaults: Any) -> Any:
     """Return a class of Megatron-Core's module with these fields."""
     with_defaults = [(field, Any, dataclasses.field(default=value)) for field, value in defaults.items()]
-    return dataclasses.make_dataclass(
-        name, [*fields, *with_defaults], namespace={"__module__": MEGATRON_MODULE}
-    )
+    made = dataclasses.make_dataclass(name, [*fields, *with_defaults])
+    made.__module__ = MEGATRON_MODULE  # from 3.12 on, make_dataclass puts the caller's into a namespace
+    return made
 
 
 ShardedTensor = _theirs(
