@@ -116,11 +116,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
     FSDP frees the storage of parameters and keeps the tensors. Who reads or fills one uses memory of others.
     Tensors inside of functional transformations of torch have no memory that code may reach, either.
     """
-    if not tensor.numel() or has_own_operations(tensor) or tensor.device.type not in ("cpu", "cuda"):
+    length = tensor.numel()
+    if not length or has_own_operations(tensor) or not (tensor.is_cpu or tensor.is_cuda):
         return True
     try:
-        steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        nbytes = (tensor.storage_offset() + steps + 1) * tensor.element_size()
+        if not tensor.is_contiguous():
+            length = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (tensor.storage_offset() + length) * tensor.element_size()
         return tensor.data_ptr() != 0 and nbytes <= tensor.untyped_storage().nbytes()
     except RuntimeError:  # a transformation of torch.func does not let code reach the memory
         return False
