@@ -208,11 +208,13 @@ class MeshTransport(Transport):
         self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], *, timeout_s: float
     ) -> _MeshTransfer:
         """Begin to move bytes between this rank and its peers; see `Transport.begin`."""
-        works = [
-            (peer, work)
-            for peer, (outgoing, incoming) in by_peer(sends, receives).items()
-            for work in start_messages(self._group, peer, sends=outgoing, receives=incoming)
-        ]
+        works: list[tuple[int, Any]] = []
+        for peer, (outgoing, incoming) in by_peer(sends, receives).items():
+            try:
+                started = start_messages(self._group, peer, sends=outgoing, receives=incoming)
+            except RuntimeError as error:  # the peer has closed its connection
+                raise LostPeerError(peer, error) from error
+            works += [(peer, work) for work in started]
         return _MeshTransfer(works, time.monotonic() + timeout_s)
 
     def close(self) -> None:

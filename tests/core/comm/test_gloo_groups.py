@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -288,12 +289,27 @@ def is_released(buffer: bytearray) -> bool:
     return True
 
 
-def test_a_transfer_names_the_peer_whose_connection_broke(threads: Threads) -> None:
+@pytest.mark.parametrize("broke", ["before", "while it waits"])
+def test_a_transfer_names_the_peer_whose_connection_broke(threads: Threads, broke: str) -> None:
+    begun, lost = threading.Event(), threading.Event()
+
     def act(rank: int) -> Any:
         group = threads.gloo(rank, size=2)
-        if rank == 0:
-            return MeshTransport(group).begin([], [(1, memoryview(bytearray(8)))], timeout_s=60).wait()
-        return None  # its group is collected, which closes its connections
+        if rank == 1:
+            assert broke == "before" or begun.wait(60)
+            del group  # which closes its connections
+            lost.set()
+            return None
+        transport = MeshTransport(group)
+        receives = [(1, memoryview(bytearray(8)))]
+        if broke == "before":
+            assert lost.wait(60)
+            for _ in range(200):  # until gloo has seen it
+                transport.begin([], receives, timeout_s=60)
+                time.sleep(0.05)
+        transfer = transport.begin([], receives, timeout_s=60)
+        begun.set()
+        return transfer.wait()
 
     error = threads.run(act, size=2)[0]
     assert isinstance(error, LostPeerError)
