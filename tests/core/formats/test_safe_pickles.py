@@ -390,7 +390,8 @@ def _state_of_process() -> dict[str, dict[str, int]]:
 
 def vars_of(value: object) -> dict[str, Any]:
     own = getattr(value, "__dict__", {})
-    return own if isinstance(own, dict) else {}
+    # The parameters of tests are left out: the text of a storage is a warning.
+    return {name: item for name, item in own.items() if name != "pytestmark"} if isinstance(own, dict) else {}
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
