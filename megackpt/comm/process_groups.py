@@ -22,7 +22,6 @@ from megackpt.errors import DeclarationError, RankFailedError
 if TYPE_CHECKING:
     from megackpt.comm.torch_group import TorchGroup
 
-
 AnyGroup: TypeAlias = Group | dist.ProcessGroup
 """A group of megackpt, or a process group of torch."""
 
@@ -93,7 +92,7 @@ GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, TorchGroup]] = 
 _CONNECTED: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
-# Groups that an argument gives: of some of the ranks, checked and named by their members, and of devices.
+# Groups of some of the ranks.
 
 
 def torch_subgroup(group: dist.ProcessGroup, *, timeout_s: float) -> Group:

@@ -215,11 +215,9 @@ class TorchGroup(Group):
         self._transport.begin(sends, receives, timeout_s=self._timeout_s).wait()
 
     def _open_transport(self) -> Any:
-        from megackpt.comm.transport import open_transport, transport_name
+        from megackpt.comm.transport import MeshTransport, open_transport, transport_name
 
         if transport_name() == "gloo":
-            from megackpt.comm.transport import MeshTransport
-
             return MeshTransport(self._group)
         client = StoreClient(
             _c10d._get_default_store,

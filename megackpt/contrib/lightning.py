@@ -30,7 +30,7 @@ from megackpt.contrib.torch_state import TorchState
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
-from megackpt.engine.checkpoint.steps import is_leftover
+from megackpt.engine.checkpoint.removal import is_leftover
 from megackpt.engine.saving.save_request import save_request
 from megackpt.entities import ShardedObject, ShardedStateDict
 from megackpt.errors import NotACheckpointError, UnsupportedError

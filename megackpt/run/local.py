@@ -20,7 +20,7 @@ from megackpt.engine.checkpoint.opening import (
     open_checkpoint,
     read_common,
 )
-from megackpt.engine.checkpoint.steps import remove_arrays
+from megackpt.engine.checkpoint.removal import remove_arrays
 from megackpt.engine.loading.prepare import matches_any
 from megackpt.entities import ShardedBase, ShardedObject, ShardedTensor, StateDict
 from megackpt.entities.describe import torch_dtype

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from megackpt.comm import Group, gather_step
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.checkpoint.steps import withdraw
+from megackpt.engine.checkpoint.removal import withdraw
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import CheckpointError, DeclarationError, MismatchError
 from megackpt.formats.strategy import MANIFEST, SaveStrategy

@@ -46,7 +46,7 @@ from megackpt.errors import DeclarationError
 from megackpt.plans.metadata import DTYPES, DeclaredChunks, pack_columns, unpack_columns
 from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
 from megackpt.plans.planning import plan_save
-from megackpt.plans.planning.main_replicas import choose_lowest_rank_as_main, keep_lowest_main
+from megackpt.plans.planning.replicas import choose_lowest_rank_as_main, keep_lowest_main
 from megackpt.plans.validation import (
     check_common_equal,
     check_copies_equal,

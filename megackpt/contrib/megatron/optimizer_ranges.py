@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -129,10 +129,23 @@ def declare_ranges(optimizer: Optimizer, model_state: ShardedStateDict) -> dict[
 @torch.no_grad()
 def take_ranges(optimizer: Optimizer, loaded: dict[int, dict[str, Tensor]]) -> None:
     """Set the optimizer's state to loaded ranges, in the order of `declare_ranges`. Local."""
-    for number, (param, owned) in enumerate(_owned_ranges(optimizer)):
-        states = dict(loaded[number])
-        if _has_remainders(optimizer._get_main_param_and_optimizer_states(param)):
-            states["param"] = _take_masters(states["param"], _flat(param)[owned])
+    ranges = [
+        (param, _flat(param)[owned], dict(loaded[number]))
+        for number, (param, owned) in enumerate(_owned_ranges(optimizer))
+    ]
+    has_remainders = any(
+        _has_remainders(optimizer._get_main_param_and_optimizer_states(param)) for param, *_ in ranges
+    )
+    if has_remainders:
+        masters = [(states["param"].to(weight.device), weight) for _, weight, states in ranges]
+        are_remainders = _are_remainders(masters)
+        for (master, weight), (*_, states) in zip(masters, ranges, strict=True):
+            if are_remainders:
+                states["param"] = master.to(torch.int16)
+            else:
+                own_weight, states["param"] = split_master(master)
+                weight.copy_(own_weight)
+    for param, _, states in ranges:
         optimizer._set_main_param_and_optimizer_states(param, states)
     update_offloaded = getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
     if update_offloaded is not None:  # of `--optimizer-cpu-offload`
@@ -148,13 +161,26 @@ def _flat(param: Tensor) -> Tensor:
     return param.detach().view(-1)
 
 
-def _take_masters(loaded: Tensor, weight: Tensor) -> Tensor:
-    """Return the remainders of loaded masters; their weights become the model's."""
-    own_weight, remainder = split_master(loaded.to(weight.device))
-    if not torch.equal(own_weight, weight) and torch.equal(loaded.to(torch.int16).to(loaded.dtype), loaded):
-        return loaded.to(torch.int16)  # Megatron-Core's gathered form stores remainders, as whole numbers
-    weight.copy_(own_weight)
-    return remainder
+def _are_remainders(masters: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether loaded masters are remainders, which Megatron-Core's gathered form stores as float32.
+
+    Nothing in a checkpoint says so. Whole masters have the bits of the weights, which a run loads first.
+    Remainders have not, and all of them are whole numbers.
+
+    Args:
+        masters: the loaded masters of this rank, each with its weight in the model.
+    """
+    if all(torch.equal(split_master(loaded)[0], weight) for loaded, weight in masters):
+        return False
+    are_whole_numbers = all(
+        torch.equal(loaded.to(torch.int16).to(loaded.dtype), loaded) for loaded, _ in masters
+    )
+    if are_whole_numbers:
+        log.warning(
+            "The masters of the checkpoint are whole numbers, and do not round to the weights of the model. "
+            "They are taken to be the remainders that Megatron-Core's own form stores. Load the model first."
+        )
+    return are_whole_numbers
 
 
 def _owned_ranges(optimizer: Optimizer) -> Iterator[tuple[Tensor, slice]]:

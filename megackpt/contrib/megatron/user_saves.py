@@ -24,7 +24,7 @@ from megackpt.contrib.megatron.dist_checkpointing.state_dict_utils import save_p
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.contrib.megatron.user_state import path_or_url, split_objects, with_our_entities
 from megackpt.engine.checkpoint.manifest import is_committed
-from megackpt.engine.checkpoint.steps import files_of_saves
+from megackpt.engine.checkpoint.removal import files_of_saves
 from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.entities.describe import describe
 from megackpt.errors import CommonStateError, DeclarationError, UnsupportedError

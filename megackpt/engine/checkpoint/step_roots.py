@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megackpt.engine.checkpoint.steps import StepDirectories, StepFile, is_leftover, remove_saved_files
+from megackpt.engine.checkpoint.removal import is_leftover, remove_saved_files
+from megackpt.engine.checkpoint.steps import StepDirectories, StepFile
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import (
     LocalStore,

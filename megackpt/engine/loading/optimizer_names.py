@@ -146,7 +146,7 @@ def _distinct_names(
     shared = sorted({name for side in names for name, number in Counter(side).items() if number > 1})
     raise MismatchError(
         f"{where}: several parameters of the optimizer {path!r} have one name, and are not in the order of "
-        f"the checkpoint, so nothing says which state is of which:\n{truncated_list(shared)}\n"
+        f"the checkpoint, so their states cannot be told apart:\n{truncated_list(shared)}\n"
         f"Give param_names that differ, or make the optimizer as in the save. One made of parameters(), "
         f"without names, is loaded by position.",
         path=path,

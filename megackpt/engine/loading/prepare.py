@@ -116,7 +116,7 @@ def _kept_elements(targets: SharedTargets, plan: ReadPlan) -> list[KeptElements]
     """Return the elements of targets that do not become what is read."""
     if not plan.grown and not plan.shrunk:
         return []
-    from megackpt.engine.loading.request_coverage import kept_elements
+    from megackpt.engine.loading.kept_elements import kept_elements
 
     return kept_elements(targets, plan.grown, plan.shrunk)
 
@@ -323,7 +323,7 @@ def _with_kept(array: ArrayReport, plan: ReadPlan) -> ArrayReport:
     """Return the report of an array, with the bytes that stay as they are."""
     if array.key not in plan.grown:
         return array
-    from megackpt.engine.loading.request_coverage import count_outside
+    from megackpt.engine.loading.kept_elements import count_outside
 
     kept = sum(count_outside(t, plan.grown[t.key]) for t in plan.tensors if t.key == array.key)
     width = DTYPES[array.dtype].itemsize

@@ -41,7 +41,7 @@ def replica_factors(table: ChunkTable, weights: Ints) -> npt.NDArray[np.uint64]:
 
     Args:
         table: the rows of one rank.
-        weights: of the rows; see `main_replicas.replica_weights`.
+        weights: of the rows; see `plans.planning.replicas.replica_weights`.
     """
     rows = np.flatnonzero(weights)
     names = [int.from_bytes(name_of(label_of(table, row))[:8], "little") | 1 for row in rows.tolist()]
@@ -95,7 +95,7 @@ def differing_copies(
 
 # Digests of DTensor chunks without a replica id, so that ranks can compare them.
 #
-# `plans.planning.main_replicas` chooses one of them as the main replica.
+# `plans.planning.replicas` chooses one of them as the main replica.
 
 
 def digests_of_unmarked_replicas(flattened: FlattenedState) -> dict[str, str]:

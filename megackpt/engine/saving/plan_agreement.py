@@ -40,7 +40,7 @@ from megackpt.plans.planning import (
     plan_merged_save,
     unpack_rows,
 )
-from megackpt.plans.planning.main_replicas import (
+from megackpt.plans.planning.replicas import (
     choose_lowest_rank_as_main,
     choose_main_replicas,
     replica_weights,
@@ -93,7 +93,7 @@ def plan_on_rank_0(
     Returns:
         The plan, of all ranks on rank 0 and wherever the format needs it, elsewhere of the rank's own rows.
         Then for each entity of the rank the weight of its replica; 0 if there is no other, and if the save
-        has no cache. See `main_replicas.replica_weights`.
+        has no cache. See `plans.planning.replicas.replica_weights`.
 
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.

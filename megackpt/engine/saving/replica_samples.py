@@ -6,8 +6,8 @@ KiB of each tensor show that these slices differ. Samples also show, within some
 have drifted apart. The replica check (`ReplicaCheckHook`) finds that at once.
 
 Where a save makes a new plan, each rank sends names and digests with its declarations. With a cached plan,
-ranks add up their digests with weights (`main_replicas.replica_weights`), in the first message of the save.
-They exchange names and digests only if the sum shows that something differs.
+ranks add up their digests with weights (`plans.planning.replicas.replica_weights`), in the first message of
+the save. They exchange names and digests only if the sum shows that something differs.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from megackpt.options import Policy, SaveOptions
 class SaveRequest:
     """What is saved, and how: the arguments of `save`, as they were given.
 
-    Making one calls, imports and compares nothing. That can fail on one rank, so a step of the save does it
-    with the methods below, and raises the error on all ranks.
+    Making a request calls, imports and compares nothing. Its methods do. They can fail on one rank, so a
+    step of the save calls them, which raises the error on all ranks.
 
     Attributes:
         state: this rank's sharded state dict.

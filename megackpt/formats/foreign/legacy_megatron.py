@@ -31,7 +31,7 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILE = "model_optim_rng.pt"
 _CHUNK = re.compile(r"model\d*")  # several under an interleaved schedule
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.+)")
-Rank: TypeAlias = tuple[int, int]  # the tensor rank and the stage
+_Rank: TypeAlias = tuple[int, int]  # the tensor rank and the stage
 _OF_A_RANK = ("optimizer", "rng_state", "rerun_state_machine")
 
 # Modules whose weights tensor parallelism cuts along dim 0 (and their biases), along dim 1, and not at all.
@@ -68,9 +68,9 @@ class LegacyMegatronLoadStrategy(ForeignLoadStrategy):
 FORMAT = Format(backend="megatron", version=1, load=LegacyMegatronLoadStrategy)
 
 
-def _files(folder: str) -> dict[Rank, str]:
+def _files(folder: str) -> dict[_Rank, str]:
     """Return the files by tensor rank and stage."""
-    files: dict[Rank, str] = {}
+    files: dict[_Rank, str] = {}
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         match, path = _RANK.fullmatch(name), os.path.join(folder, name, _FILE)
         if match is not None and os.path.isfile(path):
@@ -91,7 +91,7 @@ def _files(folder: str) -> dict[Rank, str]:
     return files
 
 
-def _check_ranks(folder: str, files: Mapping[Rank, str], args: Any) -> None:
+def _check_ranks(folder: str, files: Mapping[_Rank, str], args: Any) -> None:
     """Check that there is a file for each rank of the run."""
     tensor, stages = (max(at[i] for at in files) + 1 for i in (0, 1))
     tensor = max(tensor, getattr(args, "tensor_model_parallel_size", 0))
@@ -113,7 +113,7 @@ def _load(file: str, *, checks_bytes: bool) -> dict[str, Any]:
     return value
 
 
-def _state(files: Mapping[Rank, str], loaded: Mapping[Rank, dict[str, Any]]) -> ForeignState:
+def _state(files: Mapping[_Rank, str], loaded: Mapping[_Rank, dict[str, Any]]) -> ForeignState:
     first = loaded[0, 0]
     args = first.get("args")
     is_tied = getattr(args, "untie_embeddings_and_output_weights", None) is False

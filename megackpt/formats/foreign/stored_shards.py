@@ -20,7 +20,7 @@ from torch import Tensor
 from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
 from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import FormatError, UnsupportedError, rank_list
-from megackpt.formats.foreign.state import CollectedArray, ForeignArray, SourcePart
+from megackpt.formats.foreign.state import CollectedArray, ForeignArray, SourcePart, mixed_files
 from megackpt.plans.geometry import Ints
 from megackpt.plans.geometry.tiling import Rectangles, uncovered_regions
 
@@ -177,7 +177,7 @@ def array_of_shards(key: str, values: Sequence[Any], files: Sequence[str]) -> Fo
     """
     for value, file in zip(values, files, strict=True):
         if not isinstance(value, StoredShards):
-            raise _error(key, file, "has no ShardedTensor here, and other files have one", _SAME_STEP)
+            raise mixed_files("has no ShardedTensor here, and other files have one", file, key)
     _check_names(key, values[0].file)
     collected = CollectedArray(key, values[0].dtype, values[0].shape, values[0].file)
     _check_equal(collected, values)
@@ -189,9 +189,6 @@ def array_of_shards(key: str, values: Sequence[Any], files: Sequence[str]) -> Fo
     _check_missing(key, values, {(part.start, part.shape) for part in array.parts})
     _check_tiling(key, values[0])
     return array
-
-
-_SAME_STEP = "Pass the files of one step of one run."
 
 
 def _error(key: str, file: str, what: str, advice: str) -> FormatError:
@@ -216,13 +213,13 @@ def _check_equal(array: CollectedArray, values: Sequence[StoredShards]) -> None:
     for value in values:
         other = of_rank.setdefault(value.rank, value)
         if other is not value:
-            raise _error(key, value.file, f"is of rank {value.rank}, as is {other.file}", _SAME_STEP)
+            raise mixed_files(f"is of rank {value.rank}, as in {other.file}", value.file, key)
         if value.ranks != first.ranks:
-            what = f"was saved by {value.ranks} ranks, and {first.file} by {first.ranks}"
-            raise _error(key, value.file, what, _SAME_STEP)
+            what = f"was saved by {value.ranks} ranks, and by {first.ranks} in {first.file}"
+            raise mixed_files(what, value.file, key)
         array.check(value.dtype, value.shape, value.file)
         if not np.array_equal(value.boxes, first.boxes):
-            raise _error(key, value.file, f"has other shards in its metadata than {first.file}", _SAME_STEP)
+            raise mixed_files(f"has other shards in its metadata than in {first.file}", value.file, key)
 
 
 def _check_missing(key: str, values: Sequence[StoredShards], present: Set[Box]) -> None:

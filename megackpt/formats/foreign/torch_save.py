@@ -275,7 +275,7 @@ class _Merge:
     left_out: list[str] = field(default_factory=list)
 
     def merged(self, values: Sequence[Any], steps: Steps) -> Any:
-        """Return the value at a path, of which each file has one."""
+        """Return the value at a path, from the values that the files have there."""
         first = values[0]
         if len(steps) > 100:
             raise FormatError(f"{self.where}: values are nested too deep. It is damaged.", path=self.where)

@@ -187,7 +187,8 @@ def _fused_advice(missing: Sequence[str], stored: Set[str], where: str) -> str:
         return ""
     optimizer = ", optimizer=declared" if any(key.startswith("optimizer.") for key in missing) else ""
     return (
-        f"The checkpoint is Megatron-Core's: from models.megatron import megatron_state; megackpt.load("
+        "The checkpoint is Megatron-Core's. In a clone: from models.megatron import megatron_state; "
+        "megackpt.load("
         f"megatron_state(model, megackpt.load_sharded_metadata({where!r}){optimizer}), {where!r})."
     )
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megackpt.engine.checkpoint.origins import StepOrigin, StepTree
-from megackpt.engine.checkpoint.steps import StepDirectories, has_other_attempts, step_name
+from megackpt.engine.checkpoint.removal import has_other_attempts
+from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import IntegrityError, truncated_list

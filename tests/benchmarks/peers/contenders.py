@@ -1,4 +1,4 @@
-"""Peers: what they can besides a contender, and the libraries to compare with, by name or `module:class`."""
+"""The libraries to compare with, by name or `module:class`, and what the cases of a comparison ask of one."""
 
 from __future__ import annotations
 

@@ -449,7 +449,7 @@ def test_a_run_without_a_checkpoint_begins_anew_or_is_an_error(tmp_path: Path) -
 
 
 class Towers(nn.Module):
-    """Two towers of which a step may use one."""
+    """Two towers. A step uses one or both."""
 
     def __init__(self, *, has_right: bool = True) -> None:
         super().__init__()

@@ -271,7 +271,7 @@ def _declared(ranks: list[tuple[Buffered, Parameter, slice]]) -> list[Any]:
     ("form", "model_is_loaded_first"), [("masters", True), ("masters", False), ("remainders", True)]
 )
 def test_masters_are_stored_whole_where_the_optimizer_keeps_their_remainders(
-    form: str, model_is_loaded_first: bool
+    form: str, model_is_loaded_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Megatron-Core's own form stores the remainders as numbers, and needs the weights for them, too."""
     masters = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
@@ -289,6 +289,7 @@ def test_masters_are_stored_whole_where_the_optimizer_keeps_their_remainders(
         take_ranges(reader, {number: loaded(states) for number, states in declared.items()})
         assert torch.equal(reader.states[param]["param"], optimizer.states[weights]["param"])
         assert torch.equal(param.view(-1)[owned], weights.view(-1)[owned])
+    assert ("taken to be the remainders" in caplog.text) == (form == "remainders")
 
 
 def test_other_states_are_stored_where_the_optimizer_names_them() -> None:

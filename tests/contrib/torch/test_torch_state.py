@@ -21,7 +21,7 @@ from megackpt.storage import MemoryStore
 
 
 class Towers(nn.Module):
-    """Two towers of which a step may use one; `module` is a name that wrappers have, too."""
+    """Two towers. A step uses one or both. `module` is a name that wrappers have, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -254,7 +254,7 @@ FIELDS = st.fixed_dictionaries(
 
 @st.composite
 def nearly_valid_files(draw: st.DrawFn) -> bytes:
-    """Return a file with tensors one after the other, of which some entries may be changed."""
+    """Return a file with tensors one after the other. Some of its entries may be changed."""
     header: dict[str, Any] = draw(st.dictionaries(st.text(max_size=3), FIELDS, max_size=1))
     position = 0
     for name in draw(st.lists(st.text(max_size=3), max_size=4)):

@@ -614,7 +614,7 @@ CRAFTED: dict[str, tuple[Change, str]] = {
         _on_rank_1(lambda whole, _: whole._metadata.shards_metadata.pop(1)),
         rf"{OWN} \(its metadata lack the shard of shape \(2, 3\) at \(2, 0\)",
     ),
-    "plain tensor": (_replaced(lambda: ARRAYS["w"]), r"rank_1\.pt: has no ShardedTensor here, .*'model.w'"),
+    "plain tensor": (_replaced(lambda: ARRAYS["w"]), r"rank_1\.pt: 'model.w' has no ShardedTensor here, "),
     "array of another shape": (
         _replaced(lambda: sharded_rows(torch.zeros(6, 3), 1, RANKS)),
         r"rank_1\.pt: 'model.w' is an array of torch.float32 \(6, 3\), .*rank_0\.pt",
@@ -659,9 +659,9 @@ def test_files_of_other_ranks_or_runs_are_one_error(tmp_path: Path) -> None:
         r"rank_0\.pt: .*shape \(1, 3\) at \(4, 0\) \('model.w'\)\. The files of ranks 2, 3 of 4 are missing"
     )
     shutil.copy(folder / "rank_0.pt", folder / "rank_2.pt")
-    rejected(r"rank_2\.pt: is of rank 0, as is .*rank_0\.pt")
+    rejected(r"rank_2\.pt: '.*' is of rank 0, as in .*rank_0\.pt")
     save_rank_files(folder, ARRAYS, ranks=3, only=[2])
-    rejected(r"rank_2\.pt: was saved by 3 ranks, and .*rank_0\.pt by 4")
+    rejected(r"rank_2\.pt: '.*' was saved by 3 ranks, and by 4 in .*rank_0\.pt")
     # The file of one rank, by itself.
     (folder / "rank_1.pt").unlink()
     (folder / "rank_2.pt").unlink()

@@ -33,7 +33,7 @@ from megackpt.plans.metadata import (
 )
 from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
 from megackpt.plans.planning import SavePlan, plan_merged_save, plan_save
-from megackpt.plans.planning.main_replicas import keep_lowest_main
+from megackpt.plans.planning.replicas import keep_lowest_main
 from megackpt.plans.validation import check_coverage
 from megackpt.plans.validation.equality import check_common_equal
 from megackpt.storage import MemoryStore

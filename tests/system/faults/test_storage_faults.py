@@ -29,7 +29,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.checkpoint.steps import files_of_saves, is_leftover
+from megackpt.engine.checkpoint.removal import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import READS, FaultyStore, access_denied, io_error, no_space

@@ -402,7 +402,9 @@ def test_a_request_in_our_names_is_an_error_with_the_lines_that_load_it(
     declared = optimizer.sharded_state_dict(model.sharded_state_dict())
     with pytest.raises(MissingKeyError) as raised:
         load({"optimizer": declared}, tmp_path / "run")
-    lines = str(raised.value).rpartition("The checkpoint is Megatron-Core's: ")[2].removesuffix(".")
+    lines = (
+        str(raised.value).rpartition("The checkpoint is Megatron-Core's. In a clone: ")[2].removesuffix(".")
+    )
     exec(lines, {"megackpt": megackpt, "model": model, "declared": declared})
     assert not any(parameter.isnan().any() for parameter in model.parameters())
     assert all((s["exp_avg"].data == 2 * s["fp32_param"].data).all() for s in declared["state"].values())

@@ -1,8 +1,8 @@
-"""Choice of the main replica among replicas that are not marked as such by a replica id.
+"""Choice of the main replica among those that no replica id marks, and weights to compare all replicas.
 
-These are replicated values, and chunks of arrays on meshes or process groups that do not know of each other.
-FSDP over TP makes such chunks of every parameter that TP does not shard: the DTensor is on the mesh of FSDP
-only, and each rank of TP has its own.
+Unmarked replicas are replicated values, and chunks of arrays on meshes or process groups that do not know of
+each other. FSDP over TP makes such chunks of every parameter that TP does not shard: the DTensor is on the
+mesh of FSDP only, and each rank of TP has its own.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def replica_weights(merged: MergedDeclarations, marks: Ints, owner_group_of_rank
 
 
 def _is_marked(merged: MergedDeclarations, marks: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which rows belong to an array of which some row is marked."""
+    """Return which rows belong to an array that has a marked row."""
     table = merged.declared.table
     is_marked = np.zeros(len(table.arrays), np.bool_)
     is_marked[table.array[marks != 0]] = True
