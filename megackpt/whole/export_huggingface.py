@@ -132,9 +132,8 @@ def export_huggingface(
             and `A_log`, `D` and `dt_bias` of Mamba-2 and gated delta nets.
         weights: `"masters"` takes the float32 master weights of the optimizer where there are any.
         merge_adapters: names of adapters (`megackpt.training.parallel.add_adapters`) that are merged into the
-        weights,
-            in this order. Sums are computed in float32 and rounded once, to the dtype that is written. Other
-            adapters are left out.
+            weights, in this order. Sums are computed in float32 and rounded once, to the dtype that is
+            written. Other adapters are left out.
         adapters_from: the checkpoint that has them, saved with `adapter_metadata(model)`; None: the source.
         max_file_bytes: limit of the tensors in one file.
         buffer_bytes: bytes that are read and written at a time; each worker has two such buffers.
