@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +46,16 @@ def freed(tensor: torch.Tensor, *, nbytes: int = 0) -> torch.Tensor:
     """Return a tensor after its storage was cut to some bytes, as FSDP does between two uses."""
     tensor.untyped_storage().resize_(nbytes)
     return tensor
+
+
+def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of random bits; for bool, of random flags."""
+    generator = torch.Generator().manual_seed(7)
+    wanted: torch.dtype = getattr(torch, dtype)
+    high = 2 if wanted is torch.bool else 256
+    nbytes = math.prod(shape) * wanted.itemsize
+    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(wanted).reshape(shape)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -121,11 +133,18 @@ def random_arrays(made: RegionMap, seed: int) -> dict[str, Tensor]:
     }
 
 
-class PickledCall:
-    """An object whose pickle calls a function with arguments: what a malicious file has."""
+def torch_saved(value: object) -> bytes:
+    """Return the file that torch.save writes of a value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self.call = function, arguments
+
+class PickledCall:
+    """An object whose pickle calls a function with arguments, and may give the result a state."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object, state: object = None) -> None:
+        self.call = (function, arguments) if state is None else (function, arguments, state)
 
     def __reduce__(self) -> Any:
         return self.call

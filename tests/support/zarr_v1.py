@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from megackpt.formats.zarr.array_documents import array_v2
 from megackpt.formats.zarr.rounds import Grid
 from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import LocalStore, MemoryStore, Store
+from tests.support.states import torch_saved
 
 ATTEMPT = "0123456789abcdef"
 MARKER = f".megackpt-{ATTEMPT}.json"
@@ -49,11 +49,11 @@ def copy_as_zarr_v1(source: Path | Store, target: Path | Store, *, is_ours: bool
             files |= _files_of_array(key, tensor)
     objects = {k: v for k, v in load_sharded_metadata(source).items() if isinstance(v, ShardedObject)}
     files |= {
-        f"{name}.pt": _pickled(value) for name, value in load(objects, source).items() if name in objects
+        f"{name}.pt": torch_saved(value) for name, value in load(objects, source).items() if name in objects
     }
     if content_metadata is not None:
         common["content_metadata"] = content_metadata
-    files["common.pt"] = _pickled(common)
+    files["common.pt"] = torch_saved(common)
     if is_ours:
         files[MARKER] = json.dumps({"files": sorted(files), "checkpoint": sorted(files)}).encode()
     manifest = {"sharded_backend": "zarr", "common_backend": "torch"}
@@ -77,9 +77,3 @@ def _files_of_array(key: str, tensor: torch.Tensor) -> dict[str, bytes]:
         whole[tuple(map(slice, part.shape))] = part
         files[array.path + array.leaf(cell)] = bytes(byte_view(whole))
     return files
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

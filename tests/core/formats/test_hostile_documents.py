@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import LoadOptions, ShardedTensor, load, load_plain_tensors, save
+from megackpt import LoadOptions, load, load_plain_tensors, save
 from megackpt.codec import EncodedValue, decode, load_tree, pack, unpack
 from megackpt.comm import Group
 from megackpt.errors import FormatError
@@ -30,6 +30,7 @@ from megackpt.testing.world import SimulatedWorld
 from tests.support.codec import P as _P
 from tests.support.codec import integers_that_crowd_a_table, tuples_of_one_hash
 from tests.support.effort import few
+from tests.support.states import sharded, torch_saved
 from tests.support.zarr_v1 import save_zarr_v1
 from tests.system.attacks.crafting import NATIVE, Location, build_base, edit_index, edit_json, request
 from tests.system.attacks.mutation import Files, checkpoint, mutated, outcome
@@ -45,12 +46,6 @@ from tests.system.attacks.opcodes import (
 )
 
 REPEATED = '{"key0": 0, "key9": 9, "key9": 0}'
-
-
-def _torch_saved(value: object) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 def _tree_of_int_keys(n: int, key: Callable[[int], int]) -> EncodedValue:
@@ -83,7 +78,7 @@ def test_keys_that_crowd_a_table_are_rejected_and_multiples_are_not() -> None:
     for shift in (0, 3, 12, 20, 33, 47, 52, 64):
         many = {i << shift: i for i in range(3000)}
         assert unpack(pack(many), where="w") == many
-        assert load_value(_torch_saved(many), where="w") == many
+        assert load_value(torch_saved(many), where="w") == many
 
 
 def test_keys_of_a_pickle_are_found_however_they_are_inserted() -> None:
@@ -143,7 +138,7 @@ def test_a_pickle_is_checked_whatever_the_letters_of_its_name() -> None:
     with pytest.raises(FormatError, match="keys collide in a hash table"):
         load_value(_renamed(crowded, keeps=False), where="w")
     with pytest.raises(FormatError, match="stands twice in it"):
-        load_value(_renamed(_torch_saved({"a": 1}), keeps=True), where="w")
+        load_value(_renamed(torch_saved({"a": 1}), keeps=True), where="w")
 
 
 @pytest.mark.parametrize("module", [b"builtins", rb"\u0062uiltins", rb"\U00000062uiltins"])
@@ -157,7 +152,7 @@ def test_keys_of_a_set_are_checked_however_its_name_is_written(module: bytes) ->
 def test_what_several_containers_share_is_loaded() -> None:
     shared, ordered = [1, 2], OrderedDict(a=[3])
     state = {"a": shared, "b": [shared, ordered], "many": {i: (shared, ordered) for i in range(30_000)}}
-    assert load_value(_torch_saved(state), where="w") == state
+    assert load_value(torch_saved(state), where="w") == state
 
 
 BACKENDS = [("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)]
@@ -194,14 +189,14 @@ VAST = 2**40
 def test_an_array_of_zarr_with_too_many_chunks_raises_an_error_before_its_files_are_looked_for(
     tmp_path: Path, count: int, message: str
 ) -> None:
-    save_zarr_v1({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, tmp_path)
+    save_zarr_v1({"a": sharded("a", torch.ones(3))}, tmp_path)
     before = json.loads((tmp_path / "a" / ".zarray").read_text())
     data = np.ones(1, before["dtype"]).tobytes()
     for number in range(3):
         (tmp_path / "a" / str(number)).write_bytes(data)
     edit_json(tmp_path / "a" / ".zarray", shape=[count], chunks=[1])
     with pytest.raises(FormatError, match=message):
-        load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(1), (0, 0, count))}, tmp_path)
+        load({"a": sharded("a", torch.zeros(1), (0, 0, count))}, tmp_path)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "all_to_all"])
@@ -230,7 +225,7 @@ def test_an_object_that_is_longer_than_its_file_raises_an_error_before_memory_is
 
 
 def test_an_array_that_ends_behind_its_file_raises_an_error_before_any_chunk_is_read(tmp_path: Path) -> None:
-    save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(100_000))}, tmp_path)
+    save({"a": sharded("a", torch.ones(100_000))}, tmp_path)
     (file,) = (tmp_path / "data").iterdir()
     with file.open("r+b") as opened:
         opened.truncate(200_000)

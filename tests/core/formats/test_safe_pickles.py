@@ -33,6 +33,7 @@ from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.tensor_pickle import load_tensor_pickle
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
+from tests.support.states import PickledCall, torch_saved
 from tests.system.attacks.opcodes import binary, call, named, pickled, text, zipped
 
 RANDOM = np.random.default_rng(0)
@@ -55,12 +56,6 @@ ARRAYS = [
     np.array([-(2**63)]).view("M8"),  # NaT without a unit, which numpy 2.5 warns of in other ways
     np.arange(3, dtype=np.longdouble) / 3,
 ]
-
-
-def written(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 def as_numpy_1(data: bytes) -> bytes:
@@ -93,7 +88,7 @@ def check_array(actual: Any, expected: np.ndarray[Any, Any]) -> None:
 def test_arrays_scalars_and_dtypes_come_back_bit_by_bit(array: np.ndarray[Any, Any], change: Any) -> None:
     scalar = array.reshape(-1)[-1] if array.size else np.float32(1)
     expected = pickle.loads(pickle.dumps(array, 2))  # numpy makes native arrays of swapped ones
-    data = change(written((array, array, scalar, array.dtype)))
+    data = change(torch_saved((array, array, scalar, array.dtype)))
     loaded, again, number, dtype = load_value(data, where="here")
     check_array(loaded, expected)
     assert again is loaded
@@ -118,7 +113,7 @@ def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
         "empty": np.str_(""),
         "bytes": b"",
     }
-    loaded = load_value(written(value), where="here")
+    loaded = load_value(torch_saved(value), where="here")
     assert list(loaded) == list(value)
     assert loaded[dtype] == 1
     assert list(loaded["order"]) == ["b", "a"]
@@ -135,29 +130,19 @@ def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
     assert type(loaded["empty"]) is np.str_
 
 
-class Reduced:
-    """Is pickled as whatever it is given."""
-
-    def __init__(self, *reduced: Any) -> None:
-        self.reduced = reduced
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-def array_of(shape: Any, dtype: Any, raw: Any) -> Reduced:
+def array_of(shape: Any, dtype: Any, raw: Any) -> PickledCall:
     function, arguments, _ = np.zeros(1).__reduce__()
-    return Reduced(function, arguments, (1, shape, dtype, False, raw))
+    return PickledCall(function, *arguments, state=(1, shape, dtype, False, raw))
 
 
-def struct_of_pointers() -> Reduced:
-    object_field = Reduced(np.dtype, ("O8", False, True))
+def struct_of_pointers() -> PickledCall:
+    object_field = PickledCall(np.dtype, "O8", False, True)
     state = (3, "|", None, ("f",), {"f": (object_field, 0)}, 8, 1, 0)
-    return array_of((1,), Reduced(np.dtype, ("V8", False, True), state), b"A" * 8)
+    return array_of((1,), PickledCall(np.dtype, "V8", False, True, state=state), b"A" * 8)
 
 
-def text_of(nbytes: int) -> Reduced:
-    return Reduced(np.dtype, ("S8", False, True), (3, "|", None, None, None, nbytes, 1, 0))
+def text_of(nbytes: int) -> PickledCall:
+    return PickledCall(np.dtype, "S8", False, True, state=(3, "|", None, None, None, nbytes, 1, 0))
 
 
 F8 = np.dtype("<f8")
@@ -174,9 +159,9 @@ FORGED: dict[str, Any] = {
     "extents that overflow": array_of((2**61, 8, 0), F8, b""),
     "a list for a shape": array_of([1], F8, b"x" * 8),
     "text for bytes": array_of((1,), F8, "x" * 8),
-    "a scalar of too few bytes": Reduced(MULTIARRAY, (F8, b"x")),
-    "a scalar that is none": Reduced(MULTIARRAY, (np.dtype("V8"), b"x" * 8)),
-    "a class of dtypes": Reduced(type(F8), ()),
+    "a scalar of too few bytes": PickledCall(MULTIARRAY, F8, b"x"),
+    "a scalar that is none": PickledCall(MULTIARRAY, np.dtype("V8"), b"x" * 8),
+    "a class of dtypes": PickledCall(type(F8)),
     "a class of arrays": np.ma.masked_array([1]),
 }
 
@@ -184,18 +169,18 @@ FORGED: dict[str, Any] = {
 @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED)
 def test_anything_but_plain_values_raises_an_error(value: Any) -> None:
     with pytest.raises(FormatError, match="the file"):
-        load_value(written(value), where="the file")
+        load_value(torch_saved(value), where="the file")
 
 
 @pytest.mark.parametrize("name", ["too few bytes", "too many bytes", "extents that overflow"])
 def test_an_array_that_does_not_fit_its_bytes_is_rejected_before_numpy_makes_it(name: str) -> None:
-    nbytes = len(FORGED[name].reduced[2][4])
+    nbytes = len(FORGED[name].call[2][4])
     with pytest.raises(FormatError, match=f"an array of numpy of shape .* that has {nbytes} bytes"):
-        load_value(written(FORGED[name]), where="the file")
+        load_value(torch_saved(FORGED[name]), where="the file")
 
 
 def test_the_constructor_of_arrays_makes_an_empty_one_whatever_it_is_asked_for() -> None:
-    check_array(load_value(written(Reduced(np.ndarray, ((64,), F8))), where="it"), np.zeros(0, np.int8))
+    check_array(load_value(torch_saved(PickledCall(np.ndarray, (64,), F8)), where="it"), np.zeros(0, np.int8))
 
 
 def test_a_dtype_that_changes_after_it_was_used_raises_an_error() -> None:
@@ -209,7 +194,7 @@ def test_a_dtype_that_changes_after_it_was_used_raises_an_error() -> None:
 
 def test_an_array_that_is_filled_twice_raises_an_error() -> None:
     function, arguments, state = np.zeros(2).__reduce__()
-    once = torch.PyTorchFileReader(io.BytesIO(written(Reduced(function, arguments, state))))
+    once = torch.PyTorchFileReader(io.BytesIO(torch_saved(PickledCall(function, *arguments, state=state))))
     pickled = once.get_record("data.pkl")
     assert pickled[-2:] == b"b."
     assert pickled[-4:-3] == b"q"
@@ -220,7 +205,7 @@ def test_an_array_that_is_filled_twice_raises_an_error() -> None:
 def test_objects_raise_an_error_that_names_them_at_save_already() -> None:
     value = np.array([None, []], object)
     with pytest.raises(FormatError, match=r"no objects, no structures.*Nothing was run"):
-        load_value(written({"a": value}), where="the file")
+        load_value(torch_saved({"a": value}), where="the file")
     with pytest.raises(UnserializableError, match="no objects, no structures"):
         save_value({"a": value}, path="args")
 
@@ -231,10 +216,10 @@ def test_what_a_user_has_allowed_of_numpy_stays_allowed_and_is_not_used_for_a_ch
     before = set(torch.serialization.get_safe_globals())
     try:
         with pytest.raises(FormatError):
-            load_value(written(struct_of_pointers()), where="the file")
-        check_array(load_value(written(np.arange(3.0)), where="the file"), np.arange(3.0))
+            load_value(torch_saved(struct_of_pointers()), where="the file")
+        check_array(load_value(torch_saved(np.arange(3.0)), where="the file"), np.arange(3.0))
         assert set(torch.serialization.get_safe_globals()) == before >= set(allowed)
-        loaded = torch.load(io.BytesIO(written(np.arange(3.0))), weights_only=True)
+        loaded = torch.load(io.BytesIO(torch_saved(np.arange(3.0))), weights_only=True)
         check_array(loaded, np.arange(3.0))
     finally:
         torch._weights_only_unpickler._remove_safe_globals(allowed)
@@ -247,7 +232,7 @@ def test_another_thread_of_torch_load_gets_what_its_user_has_allowed_meanwhile()
     torch.serialization.add_safe_globals(allowed)
     try:
         with safe_pickle._harmless_classes():  # as while a checkpoint is being loaded elsewhere
-            loaded = torch.load(io.BytesIO(written(np.arange(3.0))), weights_only=True)
+            loaded = torch.load(io.BytesIO(torch_saved(np.arange(3.0))), weights_only=True)
         check_array(loaded, np.arange(3.0))
     finally:
         torch._weights_only_unpickler._remove_safe_globals(allowed)
@@ -281,7 +266,7 @@ def test_a_sparse_tensor_whose_indices_point_out_of_bounds_raises_an_error() -> 
     indices, values = torch.tensor([[9], [0]]), torch.ones(1)
     tensor = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=False)
     with pytest.raises(FormatError, match=r"w: torch\.load\(\) fails \(RuntimeError: .*The file is damaged"):
-        load_value(written(tensor), where="w")
+        load_value(torch_saved(tensor), where="w")
     with pytest.raises(UnserializableError, match=r"o: the value holds size is inconsistent with indices"):
         save_value(tensor, path="o")
 
@@ -494,14 +479,9 @@ BASE = torch.arange(12.0).view(3, 4)
 STORAGE = torch.arange(6, dtype=torch.int16)._typed_storage()  # type: ignore[no-untyped-call]
 
 
-class Rebuilt:
-    """Is pickled as a tensor with these arguments."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v2, (*self.args, False, OrderedDict())
+def rebuilt(*arguments: Any) -> PickledCall:
+    """Return what is pickled as a tensor with these arguments."""
+    return PickledCall(torch._utils._rebuild_tensor_v2, *arguments, False, OrderedDict())
 
 
 @pytest.mark.parametrize(
@@ -542,31 +522,24 @@ def test_a_tensor_of_torch_loads_bit_for_bit(tensor: torch.Tensor) -> None:
 )
 def test_a_tensor_that_does_not_fit_its_storage_is_an_error(args: tuple[Any, ...], why: str) -> None:
     with pytest.raises(FormatError, match=rf"^w: the pickle cannot be loaded .*{why}"):
-        load_tensor_pickle(pickle.dumps(Rebuilt(*args)), [], where="w")
+        load_tensor_pickle(pickle.dumps(rebuilt(*args)), [], where="w")
 
 
 @pytest.mark.parametrize("extent", [(6,), (2, 3)])
 def test_a_tensor_may_end_where_its_storage_does(extent: tuple[int, ...]) -> None:
     stride = (1,) if len(extent) == 1 else (3, 1)
-    loaded = load_tensor_pickle(pickle.dumps(Rebuilt(STORAGE, 0, extent, stride)), [], where="w")
+    loaded = load_tensor_pickle(pickle.dumps(rebuilt(STORAGE, 0, extent, stride)), [], where="w")
     assert torch.equal(loaded, torch.arange(6, dtype=torch.int16).view(extent))
-    beyond = load_tensor_pickle(pickle.dumps(Rebuilt(STORAGE, 6, (0, 3), (3, 1))), [], where="w")
+    beyond = load_tensor_pickle(pickle.dumps(rebuilt(STORAGE, 6, (0, 3), (3, 1))), [], where="w")
     assert beyond.shape == (0, 3)
 
 
-class Called:
-    """Is pickled as a call of getattr, which Python 3.11.0 to 3.11.3 does for members of enumerations."""
-
-    def __init__(self, *args: Any, state: Any = None) -> None:
-        self.args = args, *([] if state is None else [state])
-
-    def __reduce__(self) -> Any:
-        return getattr, *self.args
+# Python 3.11.0 to 3.11.3 pickles a member of an enumeration as a call of getattr.
 
 
 def test_members_of_enumerations_are_read_from_a_call_of_getattr() -> None:
     kinds = metadata._MEM_FORMAT_ENCODING
-    stored = pickle.dumps([Called(kinds, "TORCH_PRESERVE_FORMAT")])
+    stored = pickle.dumps([PickledCall(getattr, kinds, "TORCH_PRESERVE_FORMAT")])
     assert load_metadata(stored, where="w") == [kinds.TORCH_PRESERVE_FORMAT]
 
 
@@ -575,17 +548,7 @@ def test_members_of_enumerations_are_read_from_a_call_of_getattr() -> None:
 )
 def test_a_call_of_getattr_gives_nothing_else(args: tuple[Any, str]) -> None:
     with pytest.raises(FormatError):
-        load_metadata(pickle.dumps([Called(*args)]), where="w")
-
-
-def test_the_attributes_of_a_member_cannot_be_changed() -> None:
-    kinds = metadata._MEM_FORMAT_ENCODING
-    member = kinds.TORCH_PRESERVE_FORMAT
-    before = dict(vars(member))
-    stored = pickle.dumps([Called(kinds, member.name, state={"_value_": 99})])
-    with pytest.raises(FormatError):
-        load_metadata(stored, where="w")
-    assert vars(member) == before
+        load_metadata(pickle.dumps([PickledCall(getattr, *args)]), where="w")
 
 
 class Format(enum.Enum):
@@ -597,7 +560,9 @@ class Format(enum.Enum):
 OF_FORMAT = (__name__, "Format")
 
 
-@pytest.mark.parametrize("stored", [Format.HYBRID, Called(Format, "HYBRID")], ids=["by value", "by name"])
+@pytest.mark.parametrize(
+    "stored", [Format.HYBRID, PickledCall(getattr, Format, "HYBRID")], ids=["by value", "by name"]
+)
 def test_a_format_of_transformer_engine_has_its_name_either_way(stored: Any) -> None:
     (member,) = load_tensor_pickle(pickle.dumps([stored]), [OF_FORMAT], where="w")
     assert (member.of, _format_name(member)) == (OF_FORMAT, "HYBRID")
@@ -606,4 +571,4 @@ def test_a_format_of_transformer_engine_has_its_name_either_way(stored: Any) -> 
 @pytest.mark.parametrize("args", [([], "append"), ({}, "update"), ("text", "format")])
 def test_a_call_of_getattr_in_a_pickle_of_tensors_gives_nothing_else(args: tuple[Any, str]) -> None:
     with pytest.raises(FormatError, match="getattr for something that is no class"):
-        load_tensor_pickle(pickle.dumps([Called(*args)]), [OF_FORMAT], where="w")
+        load_tensor_pickle(pickle.dumps([PickledCall(getattr, *args)]), [OF_FORMAT], where="w")

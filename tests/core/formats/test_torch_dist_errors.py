@@ -27,7 +27,6 @@ from megackpt import (
     FormatError,
     LoadOptions,
     ShardedObject,
-    ShardedTensor,
     StorageError,
     load,
     load_plain_tensors,
@@ -41,19 +40,10 @@ from megackpt.formats.torch_dist.item_chunks import _row_major
 from megackpt.formats.torch_dist.metadata_reader import Item
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import few
+from tests.support.states import PickledCall, sharded
 from tests.system.attacks.opcodes import zipped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
-
-class Runs:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture
@@ -65,7 +55,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def request() -> dict[str, Any]:
     return {
-        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(6)),
+        "w": sharded("w", torch.zeros(6)),
         "o": ShardedObject("o", None, (1,), (0,)),
     }
 
@@ -80,12 +70,12 @@ def put(directory: Path, metadata: Any) -> None:
 
 def with_evil_metadata(directory: Path, marker: Path) -> None:
     metadata = metadata_of(directory)
-    metadata.planner_data = {"w": Runs(marker)}
+    metadata.planner_data = {"w": PickledCall(os.mkdir, str(marker))}
     put(directory, metadata)
 
 
 def with_evil_item(directory: Path, marker: Path, fqn: str) -> None:
-    torch.save(Runs(marker), directory / "evil.distcp")
+    torch.save(PickledCall(os.mkdir, str(marker)), directory / "evil.distcp")
     metadata = metadata_of(directory)
     (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == fqn]
     info.relative_path, info.offset = "evil.distcp", 0
@@ -94,7 +84,7 @@ def with_evil_item(directory: Path, marker: Path, fqn: str) -> None:
 
 
 def with_evil_common(directory: Path, marker: Path) -> None:
-    torch.save({"step": Runs(marker)}, directory / "common.pt")
+    torch.save({"step": PickledCall(os.mkdir, str(marker))}, directory / "common.pt")
 
 
 with_evil_object = partial(with_evil_item, fqn="o")

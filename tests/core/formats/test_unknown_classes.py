@@ -6,13 +6,13 @@ import argparse
 import collections
 import enum
 import functools
-import io
 import operator
 import signal
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megackpt.codec.pickled import ForeignObject
 from megackpt.codec.stand_ins import ForeignName
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
+from tests.support.states import PickledCall, sharded, torch_saved
 from tests.system.attacks.opcodes import zipped
 
 LIBRARY = """
@@ -92,7 +93,7 @@ def _state(library: Any) -> dict[str, Any]:
 
 def _write_torch_dist(directory: Path, library: Any, state: dict[str, Any] | None = None) -> None:
     """A checkpoint of torch_dist whose common.pt holds objects of the library, as Megatron-Core writes it."""
-    weight = megackpt.ShardedTensor.from_rank_offsets("weight", torch.arange(6.0))
+    weight = sharded("weight", torch.arange(6.0))
     megackpt.save({"weight": weight, "iteration": 7}, str(directory), "torch_dist")
     for path in [*directory.glob("megackpt-*"), *directory.glob("common-*")]:
         path.unlink()  # what Megatron-Core does not write
@@ -108,18 +109,44 @@ def _common(directory: Path) -> Any:
         return megackpt.load_common_state_dict(str(directory))
 
 
-def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: Any) -> None:
+def _converted_there_and_back(directory: Path) -> None:
+    """Convert `source` to the native format, to torch_dist as `back`, and again; nothing may change."""
+    names = "source", "native", "back", "again"
+    for source, target in pairwise(names):
+        to = "torch_dist" if target == "back" else "megackpt"
+        megackpt.convert(directory / source, directory / target, to)
+        assert leaf_digests(_common(directory / target)) == leaf_digests(_common(directory / "source")), (
+            target
+        )
+        assert megackpt.diff(directory / "source", directory / target).is_equal
+
+
+def test_a_load_rejects_unknown_objects_and_a_conversion_there_and_back_changes_nothing(
+    tmp_path: Path, library: Any
+) -> None:
     expected = _state(library)
     _write_torch_dist(tmp_path / "source", library)
-    before = _common(tmp_path / "source")
-    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    megackpt.convert(tmp_path / "native", tmp_path / "back", "torch_dist")
-    megackpt.convert(tmp_path / "back", tmp_path / "again", "megackpt")
-    for name in ("native", "back", "again"):
-        assert leaf_digests(_common(tmp_path / name)) == leaf_digests(before), name
-        assert megackpt.diff(tmp_path / "source", tmp_path / name).is_equal
+    with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
+        megackpt.load_common_state_dict(tmp_path / "source")
+    assert "ForeignObject" in megackpt.inspect(tmp_path / "source").common["args.config"]
+    _converted_there_and_back(tmp_path)
+    # Of the native format there is nothing to reject: stand-ins show what they stand for.
+    args = megackpt.load({}, tmp_path / "native")["args"]
+    assert isinstance(args.config, ForeignObject)
+    assert (args.config.module, args.config.qualname) == ("someones_library", "Config")
+    assert args.config.state["lr"] == 0.5
+    assert [key for key, _ in args.config.state["table"].items] == ["a", "b"]
+    assert args.activation == ForeignName("someones_library", "make")
+    assert args.call.args == ("loss", 3)
+    assert args.made.is_called
+    assert args.signal is signal.SIGTERM
+    assert args.counts == {"a": 1}
+    by_value = ForeignObject("someones_library", "Mode", (1,), is_called=True)
+    by_name = ForeignMember("someones_library", "Mode", "ON", None)  # Python 3.11.0 to 3.11.3
+    assert leaf_digests(args.mode) in (leaf_digests(by_value), leaf_digests(by_name))
     # Where the library is there again, what torch_dist holds are its objects.
     sys.modules["someones_library"] = library
+    assert megackpt.load({}, tmp_path / "native")["args"].mode is library.Mode.ON
     loaded = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
     assert type(loaded.config) is library.Config
     assert type(loaded.config.table) is library.Table
@@ -140,7 +167,7 @@ def test_a_class_in_a_pickle_is_returned_by_its_name_and_never_called() -> None:
     assert load_value(data, where="w") == [absent]
     optimizer = torch.optim.SGD([torch.ones(1)])
     with pytest.raises(UnknownClassError, match=r"names .*torch\.optim\.sgd\.SGD"):
-        load_value(_pickled(optimizer), where="w")
+        load_value(torch_saved(optimizer), where="w")
     with pytest.raises(UnserializableError, match=r"holds .*torch\.nn\.modules\.linear\.Linear, which"):
         save_value(torch.nn.Linear, path="w")
 
@@ -152,35 +179,6 @@ def test_a_save_warns_once_of_a_class_that_torch_has_to_allow(caplog: pytest.Log
         "common state refers to torch.optim.nadam.NAdam. megackpt loads that; torch.load(weights_only=True), "
         "as in Megatron-Core, only after torch.serialization.add_safe_globals([torch.optim.nadam.NAdam])."
     ]
-
-
-def test_stand_ins_show_what_they_stand_for(tmp_path: Path, library: Any) -> None:
-    _write_torch_dist(tmp_path / "source", library)
-    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    args = megackpt.load({}, tmp_path / "native")["args"]  # of the native format there is nothing to reject
-    assert isinstance(args.config, ForeignObject)
-    assert (args.config.module, args.config.qualname) == ("someones_library", "Config")
-    assert args.config.state["lr"] == 0.5
-    table = args.config.state["table"]
-    assert [key for key, _ in table.items] == ["a", "b"]
-    assert args.activation == ForeignName("someones_library", "make")
-    assert args.call.args == ("loss", 3)
-    assert args.made.is_called
-    assert args.signal is signal.SIGTERM
-    assert args.counts == {"a": 1}
-    by_value = ForeignObject("someones_library", "Mode", (1,), is_called=True)
-    by_name = ForeignMember("someones_library", "Mode", "ON", None)  # Python 3.11.0 to 3.11.3
-    assert leaf_digests(args.mode) in (leaf_digests(by_value), leaf_digests(by_name))
-    sys.modules["someones_library"] = library
-    assert megackpt.load({}, tmp_path / "native")["args"].mode is library.Mode.ON
-
-
-def test_a_load_rejects_what_it_was_asked_for(tmp_path: Path, library: Any) -> None:
-    _write_torch_dist(tmp_path / "source", library)
-    with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
-        megackpt.load_common_state_dict(tmp_path / "source")
-    summary = megackpt.inspect(tmp_path / "source")
-    assert "ForeignObject" in summary.common["args.config"]
 
 
 def test_a_comparison_sees_what_differs_in_unknown_objects(tmp_path: Path, library: Any) -> None:
@@ -247,8 +245,7 @@ def test_too_many_unknown_names_raise_an_error() -> None:
 
 
 def test_threads_that_carry_and_do_not_keep_to_themselves(library: Any) -> None:
-    data = io.BytesIO()
-    torch.save([_state(library), signal.SIGINT], data)
+    data = torch_saved([_state(library), signal.SIGINT])
     del sys.modules["someones_library"]
     before = set(torch.serialization.get_safe_globals())
     faults: list[object] = []
@@ -256,13 +253,13 @@ def test_threads_that_carry_and_do_not_keep_to_themselves(library: Any) -> None:
     def carry() -> None:
         for _ in range(30):
             with keep_unknown_values():
-                if not isinstance(load_value(data.getvalue(), where="w")[0]["args"].config, ForeignObject):
+                if not isinstance(load_value(data, where="w")[0]["args"].config, ForeignObject):
                     faults.append("carry")
 
     def reject() -> None:
         for _ in range(30):
             try:
-                load_value(data.getvalue(), where="w")
+                load_value(data, where="w")
             except FormatError:
                 continue
             faults.append("reject")
@@ -311,42 +308,27 @@ def test_members_of_other_pythons_are_understood() -> None:
         )
 
 
-class _OfPython3110:
-    """Is pickled as Python 3.11.0 to 3.11.3 pickles a member, or a combination of flags."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.reduced = function, args
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-A, B = (_OfPython3110(getattr, LocalFlags, name) for name in "AB")
+# Python 3.11.0 to 3.11.3 pickles a member, or a combination of flags, as a call.
+A, B = (PickledCall(getattr, LocalFlags, name) for name in "AB")
 
 
 def test_combinations_of_flags_of_other_pythons_are_understood() -> None:
-    assert load_value(_pickled(_OfPython3110(operator.or_, A, B)), where="w") is LocalFlags.A | LocalFlags.B
-    unknown_bit = _pickled(_OfPython3110(operator.or_, A, 64))
+    assert load_value(torch_saved(PickledCall(operator.or_, A, B)), where="w") is LocalFlags.A | LocalFlags.B
+    unknown_bit = torch_saved(PickledCall(operator.or_, A, 64))
     with pytest.raises(FormatError, match=r"65 as a value of .*LocalFlags, which has no such member"):
         load_value(unknown_bit, where="w")
     with keep_unknown_values():
         assert load_value(unknown_bit, where="w") == ForeignMember(__name__, "LocalFlags", None, 65)
-    for left, right in ((A, _OfPython3110(getattr, Local, "ONE")), ({"a": 1}, {"b": 2}), (1, 2)):
+    for left, right in ((A, PickledCall(getattr, Local, "ONE")), ({"a": 1}, {"b": 2}), (1, 2)):
         with pytest.raises(FormatError, match=r"_operator\.or_"):
-            load_value(_pickled(_OfPython3110(operator.or_, left, right)), where="w")
+            load_value(torch_saved(PickledCall(operator.or_, left, right)), where="w")
 
 
 def test_members_of_other_pythons_are_carried_along_where_their_class_is_unknown(
     tmp_path: Path, library: Any
 ) -> None:
-    a, b = (_OfPython3110(getattr, library.Bits, name) for name in "AB")
-    _write_torch_dist(tmp_path / "source", library, {"bits": [a, _OfPython3110(operator.or_, a, b)]})
+    a, b = (PickledCall(getattr, library.Bits, name) for name in "AB")
+    _write_torch_dist(tmp_path / "source", library, {"bits": [a, PickledCall(operator.or_, a, b)]})
     with pytest.raises(FormatError, match=r"someones_library\.Bits"):
         megackpt.load_common_state_dict(str(tmp_path / "source"))
     megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
@@ -415,12 +397,7 @@ def _tree_of_nodes(library: Any) -> Any:
 def test_objects_that_refer_to_their_parents_are_carried_along(tmp_path: Path, library: Any) -> None:
     root = _tree_of_nodes(library)
     _write_torch_dist(tmp_path / "source", library, {"config": root, "part": root.content["inner"]})
-    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    megackpt.convert(tmp_path / "native", tmp_path / "back", "torch_dist")
-    megackpt.convert(tmp_path / "back", tmp_path / "again", "megackpt")
-    for name in ("native", "back", "again"):
-        assert leaf_digests(_common(tmp_path / name)) == leaf_digests(_common(tmp_path / "source")), name
-        assert megackpt.diff(tmp_path / "source", tmp_path / name).is_equal
+    _converted_there_and_back(tmp_path)
     stand_in = megackpt.load({}, tmp_path / "native")["config"]
     inner = stand_in.state["content"]["inner"]
     assert inner.state["parent"] is inner.state["content"]["root"] is stand_in
@@ -460,8 +437,7 @@ def test_configurations_of_omegaconf_are_carried_along(tmp_path: Path) -> None:
     config = omegaconf.OmegaConf.create({"lr": 0.5, "model": {"layers": [1, None], "width": "${lr}"}})
     omegaconf.OmegaConf.set_struct(config, True)
     _write_torch_dist(tmp_path / "source", types.ModuleType("none"), {"hyper_parameters": {"cfg": config}})
-    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    megackpt.convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    _converted_there_and_back(tmp_path)
     loaded = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["hyper_parameters"]["cfg"]
     assert loaded == config
     assert (loaded.model.width, omegaconf.OmegaConf.is_struct(loaded)) == (0.5, True)
