@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 import zipfile
 from itertools import pairwise
@@ -42,26 +41,19 @@ from megackpt.run import remove_sharded_tensors
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from tests.support.dcp_alone import ALONE
-from tests.support.states import bits
+from tests.support.states import bits, random_bits, sharded, torch_saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 def columns(key: str, dtype: torch.dtype, shape: tuple[int, ...], rank: int, ranks: int) -> ShardedTensor:
     local = (shape[0], shape[1] // ranks)
-    return ShardedTensor.from_rank_offsets(key, torch.zeros(local, dtype=dtype), (1, rank, ranks))
+    return sharded(key, torch.zeros(local, dtype=dtype), (1, rank, ranks))
 
 
 def save_plain(directory: Path, state: dict[str, Any], **options: Any) -> None:
     writer = dcp.FileSystemWriter(directory, **options)
     dcp.save(state, storage_writer=writer, **ALONE)
-
-
-def of_torch(value: Any) -> bytes:
-    """What torch.save writes."""
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 def position_in(data: bytes, dtype: str, shape: tuple[int, ...]) -> int | None:
@@ -93,7 +85,7 @@ class Writer:
         self._put(MetadataIndex(key, offsets), tensor)
 
     def _put(self, index: MetadataIndex, value: Any) -> None:
-        data = of_torch(value)
+        data = torch_saved(value)
         self.metadata.storage_data[index] = _StorageInfo("data.distcp", len(self._data), len(data))
         self._data += data
 
@@ -124,16 +116,12 @@ def test_a_plain_nested_state_dict_is_loaded_by_its_flat_keys(tmp_path: Path) ->
 def test_every_dtype_that_dcp_writes_is_loaded_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     if not hasattr(torch, dtype):
         pytest.skip(f"this torch has no {dtype}")
-    torch_dtype = getattr(torch, dtype)
-    high = 2 if dtype == "bool" else 256
-    raw = torch.randint(0, high, (6 * DTYPES[dtype].itemsize,), dtype=torch.uint8)
-    tensor = raw.view(torch_dtype).reshape(2, 3)
+    tensor = random_bits(dtype, (2, 3))
     save_plain(tmp_path / "c", {"t": tensor, "scalar": tensor[0, 0].clone(), "none": tensor[:0].clone()})
     loaded = load_plain_tensors(tmp_path / "c")
-    assert bytes(loaded["t"].view(torch.uint8).numpy()) == bytes(raw.numpy())
+    assert bits(loaded["t"]) == bits(tensor)
     assert loaded["scalar"].shape == ()
-    assert loaded["none"].shape == (0, 3)
-    assert loaded["none"].dtype == torch_dtype
+    assert (loaded["none"].shape, loaded["none"].dtype) == ((0, 3), tensor.dtype)
 
 
 def test_items_that_are_not_row_major_are_loaded_all_the_same(tmp_path: Path) -> None:
@@ -143,11 +131,12 @@ def test_items_that_are_not_row_major_are_loaded_all_the_same(tmp_path: Path) ->
         "columns": whole[:, 1:4],
         "expanded": whole[0].expand(3, 6),
         "parameter": torch.nn.Parameter(whole.clone()),
+        "conjugate": torch.complex(whole[0], whole[1]).conj(),
         "channels_last": torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
     }
     writer = Writer(tmp_path / "c")
     for key, tensor in state.items():
-        writer.array(key, tuple(tensor.shape))
+        writer.array(key, tuple(tensor.shape), tensor.dtype)
         writer.chunk(key, (0,) * tensor.ndim, tensor)
     loaded = load_plain_tensors(writer.finish())
     assert set(loaded) == set(state)
@@ -205,7 +194,7 @@ def test_objects_whose_names_contradict_each_other_can_still_be_loaded_one_by_on
     request = {
         "a": ShardedObject("a/shard_0_3", None, (1,), (0,)),
         "b": ShardedObject("b/shard_0_1", None, (1,), (0,)),
-        "t": ShardedTensor.from_rank_offsets("b", torch.zeros(2)),
+        "t": sharded("b", torch.zeros(2)),
     }
     loaded = load(request, directory)
     assert (loaded["a"], loaded["b"], loaded["t"].tolist()) == ("three", "with a tensor", [1.0, 1.0])
@@ -241,7 +230,7 @@ def test_arrays_that_megatron_has_flattened_by_fragments_load_at_any_layout(
     directory = writer.finish()
     assert load_sharded_metadata(directory)["w"].global_shape == (2, 4, 6)
     assert torch.equal(load_plain_tensors(directory)["w"], whole)
-    part = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4, 3), (2, 1, 2))
+    part = sharded("w", torch.zeros(2, 4, 3), (2, 1, 2))
     assert torch.equal(load({"w": part}, directory)["w"], whole[:, :, 3:])
     flat_part = ShardedTensor(
         "w", torch.zeros(9), torch.float32, (4, 6), (2, 4, 6), (1, 0, 0), (2, 1, 1),
@@ -282,7 +271,7 @@ def test_a_chunk_that_is_listed_twice_is_one_chunk(tmp_path: Path) -> None:
 def test_a_slice_of_a_large_chunk_reads_about_its_own_bytes(tmp_path: Path) -> None:
     whole = torch.randn(1024, 1024)
     save_plain(tmp_path / "c", {"w": whole, "unasked": torch.zeros(1 << 20)})
-    rows = ShardedTensor.from_rank_offsets("w", torch.zeros(16, 1024), (0, 5, 64))
+    rows = sharded("w", torch.zeros(16, 1024), (0, 5, 64))
     store = FaultyStore(LocalStore(tmp_path / "c"), kinds={"read_into"})
     assert torch.equal(load({"w": rows}, store)["w"], whole[80:96])
     sizes = sorted(operation.nbytes for operation in store.operations)
@@ -297,7 +286,7 @@ def test_a_dtype_that_we_lack_hinders_only_who_asks_for_it(
     writer.array("w", (2,))
     writer.chunk("w", (0,), torch.ones(2))
     directory = writer.finish()
-    wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    wanted = sharded("w", torch.zeros(2))
     assert load({"w": wanted}, directory)["w"].tolist() == [1.0, 1.0]
     assert "'q' has dtype complex32, which cannot be loaded" in caplog.text
     with pytest.raises(FormatError, match=r"'q'.*complex32"):
@@ -327,60 +316,45 @@ def test_a_manifest_of_megatron_needs_nothing_more(tmp_path: Path) -> None:
 SHAPES = [(), (0,), (2, 0, 3), (5,), (2, 3), (1, 4, 1), (130, 257)]
 
 
-def raw_bytes(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7)
-    high = 2 if dtype == "bool" else 256
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    return torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def written(dtype: str, shape: tuple[int, ...], raw: torch.Tensor) -> bytes:
-    return b"".join(stream(frame_of(dtype, shape), [memoryview(raw.numpy())]))
+def written(tensor: torch.Tensor) -> bytes:
+    frame = frame_of(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return b"".join(stream(frame, [memoryview(bits(tensor))]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_torch_loads_what_is_written_for_every_dtype(dtype: str, shape: tuple[int, ...]) -> None:
+def test_torch_loads_what_is_written_and_the_bytes_are_found_in_it_and_in_what_torch_writes(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
     if not hasattr(torch, dtype):
         pytest.skip(f"this torch has no {dtype}")
-    raw = raw_bytes(dtype, shape)
-    data = written(dtype, shape, raw)
+    tensor, frame = random_bits(dtype, shape), frame_of(dtype, shape)
+    data = written(tensor)
     loaded = torch.load(io.BytesIO(data), weights_only=True)
-    assert (tuple(loaded.shape), loaded.dtype) == (shape, getattr(torch, dtype))
-    assert bits(loaded) == bytes(raw.numpy())
-    assert len(data) == frame_of(dtype, shape).length
-    assert len(frame_of(dtype, shape).head) % 64 == 0
+    assert (tuple(loaded.shape), loaded.dtype, bits(loaded)) == (shape, tensor.dtype, bits(tensor))
+    assert len(data) == frame.length
+    assert len(frame.head) % 64 == 0
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_bytes_are_found_in_what_torch_and_we_have_written(dtype: str, shape: tuple[int, ...]) -> None:
-    if not hasattr(torch, dtype):
-        pytest.skip(f"this torch has no {dtype}")
-    raw = raw_bytes(dtype, shape)
-    ours = written(dtype, shape, raw)
-    tensor = torch.load(io.BytesIO(ours), weights_only=True)
-    for data in (ours, of_torch(tensor)):
-        at = position_in(data, dtype, shape)
+    for item in (data, torch_saved(loaded)):
+        at = position_in(item, dtype, shape)
         assert at is not None
-        assert data[at : at + len(raw)] == bytes(raw.numpy())
+        assert item[at : at + tensor.nbytes] == bits(tensor)
 
 
 @pytest.mark.parametrize("numel", [64, 1000])
 def test_an_item_of_a_size_that_needs_zip64_is_right(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
     monkeypatch.setattr(items, "ZIP64_FROM", 64)  # as if these sizes and positions did not fit into 32 bits
-    raw = raw_bytes("uint8", (numel,))
-    data = written("uint8", (numel,), raw)
+    tensor = random_bits("uint8", (numel,))
+    data = written(tensor)
     assert len(data) == frame_of("uint8", (numel,)).length
-    assert bits(torch.load(io.BytesIO(data), weights_only=True)) == bytes(raw.numpy())
+    assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), tensor)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         assert archive.getinfo("archive/data/0").file_size == numel
     at = position_in(data, "uint8", (numel,))
     assert at is not None
-    assert data[at : at + numel] == bytes(raw.numpy())
+    assert data[at : at + numel] == bits(tensor)
 
 
 def test_the_length_of_an_item_of_more_than_4_gib_counts_its_64_bit_fields() -> None:
@@ -392,34 +366,16 @@ def test_the_length_of_an_item_of_more_than_4_gib_counts_its_64_bit_fields() -> 
     assert len(above.head) % 64 == 0
 
 
-def unusual() -> dict[str, torch.Tensor]:
-    whole = torch.arange(12.0).reshape(3, 4)
-    return {
-        "transposed": whole.T,
-        "columns": whole[:, 1:],
-        "expanded": torch.arange(4.0).expand(3, 4),
-        "parameter": torch.nn.Parameter(whole.clone()),
-        "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
-    }
-
-
-@pytest.mark.parametrize("name", unusual())
-def test_a_tensor_that_is_not_plainly_row_major_is_not_found(name: str) -> None:
-    tensor = unusual()[name]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    assert position_in(of_torch(tensor), dtype, tuple(tensor.shape)) is None
-
-
 def test_rows_of_a_larger_storage_are_found_where_they_begin() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
-    data = of_torch(whole[1:])
+    data = torch_saved(whole[1:])
     at = position_in(data, "float32", (2, 4))
     assert at is not None
     assert data[at : at + 32] == bits(whole[1:])
 
 
 def test_another_byte_order_dtype_or_shape_is_not_found() -> None:
-    data = written("float32", (2, 3), raw_bytes("float32", (2, 3)))
+    data = written(random_bits("float32", (2, 3)))
     head = data[:HEAD_BYTES]
     assert position_in(data, "float32", (2, 3)) is not None
     assert position_in(data, "int32", (2, 3)) is None
@@ -430,7 +386,7 @@ def test_another_byte_order_dtype_or_shape_is_not_found() -> None:
 
 
 def test_damage_anywhere_in_the_head_is_survived() -> None:
-    data = of_torch(torch.arange(6.0))
+    data = torch_saved(torch.arange(6.0))
     for position in range(600):
         for value in (0, 255, data[position] ^ 1):
             damaged = bytearray(data[:HEAD_BYTES])

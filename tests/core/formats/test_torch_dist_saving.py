@@ -8,7 +8,7 @@ import json
 import struct
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import sampled
-from tests.support.states import filled
+from tests.support.states import bits, filled, random_bits, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -58,20 +58,8 @@ OF_TORCH = [dtype for dtype in DTYPES if hasattr(torch, dtype)]  # torch 2.6 lac
 
 
 def whole(dtype: str) -> torch.Tensor:
-    """The global array of a dtype: random bits."""
-    generator = torch.Generator().manual_seed(len(dtype))
-    nbytes = 30 * DTYPES[dtype].itemsize
-    high = 2 if dtype == "bool" else 256
-    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(getattr(torch, dtype)).reshape(SHAPE)
-
-
-def flat_shard(key: str, array: torch.Tensor, rank: int, cuts: tuple[int, ...]) -> ShardedTensor:
-    part = slice(cuts[rank], cuts[rank + 1])
-    shape = tuple(array.shape)
-    return ShardedTensor(
-        key, array.reshape(-1)[part].clone(), array.dtype, shape, shape, (0, 0), (1, 1), flattened_range=part
-    )
+    """The global array of a dtype."""
+    return random_bits(dtype, SHAPE)
 
 
 def state_of(rank: int) -> dict[str, Any]:
@@ -80,11 +68,14 @@ def state_of(rank: int) -> dict[str, Any]:
     for dtype in OF_TORCH:
         array = whole(dtype)
         rows = array[rank * 3 : rank * 3 + 3].clone()
-        state[f"rows.{dtype}"] = ShardedTensor.from_rank_offsets(f"rows.{dtype}", rows, (0, rank, 2))
-        state[f"flat.{dtype}"] = flat_shard(f"flat.{dtype}", array, rank, (0, 17, 30))
-        state[f"same.{dtype}"] = ShardedTensor.from_rank_offsets(f"same.{dtype}", array.T, replica_id=rank)
-    state["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5), replica_id=rank)
-    state["empty"] = ShardedTensor.from_rank_offsets("empty", torch.zeros(0, 3), replica_id=rank)
+        state[f"rows.{dtype}"] = sharded(f"rows.{dtype}", rows, (0, rank, 2))
+        part = slice(*((0, 17), (17, 30))[rank])
+        state[f"flat.{dtype}"] = ShardedTensor.from_rank_offsets_flat(
+            f"flat.{dtype}", array.flatten()[part].clone(), SHAPE, flattened_range=part
+        )
+        state[f"same.{dtype}"] = sharded(f"same.{dtype}", array.T, replica_id=rank)
+    state["scalar"] = sharded("scalar", torch.tensor(2.5), replica_id=rank)
+    state["empty"] = sharded("empty", torch.zeros(0, 3), replica_id=rank)
     state["rng"] = ShardedObject("rng", {"rank": rank}, (2,), (rank,))
     return state
 
@@ -98,10 +89,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 def same_bits(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if actual.shape != wanted.shape or actual.dtype != wanted.dtype or not wanted.numel():
-        return actual.shape == wanted.shape and actual.dtype == wanted.dtype
-    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (actual, wanted))
-    return torch.equal(a, b)
+    return (actual.shape, actual.dtype, bits(actual)) == (wanted.shape, wanted.dtype, bits(wanted))
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +161,7 @@ def test_we_load_it_at_another_layout_with_our_index_and_without(
             (directory / file.name).write_bytes(file.read_bytes())
     for rank in range(5):
         request = {
-            f"{kind}.{dtype}": ShardedTensor.from_rank_offsets(
+            f"{kind}.{dtype}": sharded(
                 f"{kind}.{dtype}", torch.zeros(6, 1, dtype=getattr(torch, dtype)), (1, rank, 5)
             )
             for dtype in OF_TORCH
@@ -192,7 +180,7 @@ def test_we_load_it_at_another_layout_with_our_index_and_without(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_rank_writes_as_many_files_as_asked_for_balanced_by_bytes(tmp_path: Path, threads: int) -> None:
     tensors = {f"t{i}": torch.randn(1000 * (i + 1)) for i in range(8)}
-    state = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+    state = {k: sharded(k, t) for k, t in tensors.items()}
     save(state, tmp_path / "c", TorchDistSaveStrategy(thread_count=threads))
     sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")]
     assert len(sizes) == threads
@@ -232,7 +220,7 @@ def test_a_tensor_that_repeats_its_elements_takes_no_memory_that_nobody_stored(t
 
 
 def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, tmp_path / "c", "torch_dist")
+    save({"w": sharded("w", torch.zeros(1000))}, tmp_path / "c", "torch_dist")
     (file,) = (tmp_path / "c").glob("*.distcp")
     flip(file, 2000)
     with pytest.raises(IntegrityError, match=r"'w' \[0:1000\]: the bytes"):
@@ -247,7 +235,7 @@ def test_chunks_that_overlap_raise_an_error_where_they_were_not_validated(tmp_pa
 
 def test_a_replica_that_two_ranks_store_unproved_is_stored_once(tmp_path: Path) -> None:
     def run(group: Group) -> None:
-        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        state = {"w": sharded("w", torch.ones(4))}
         save(state, tmp_path / "c", "torch_dist", group=group, validate_access_integrity=False)
 
     SimulatedWorld(2).run(run)
@@ -266,7 +254,7 @@ def test_content_metadata_and_a_key_of_its_name_are_distinguished(tmp_path: Path
 
 def test_arrays_are_removed_for_us_and_for_dcp(tmp_path: Path) -> None:
     tensors = {key: torch.full((4,), float(i)) for i, key in enumerate(("a", "b.x", "b.y"))}
-    state: dict[str, Any] = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+    state: dict[str, Any] = {k: sharded(k, t) for k, t in tensors.items()}
     state["o"] = ShardedObject("b.object", 1, (1,), (0,))
     save(state | {"step": 3}, tmp_path / "c", TorchDistSaveStrategy(thread_count=4))
     for prefix, left in (("b.", {"a"}), ("nothing", {"a"}), ("a", set())):
@@ -312,23 +300,29 @@ def kill(_: object) -> None:
     raise Killed
 
 
+def after_each_kill(new_copy: Callable[[], MemoryStore], *, after: bool = False) -> Iterator[MemoryStore]:
+    """Yield copies, in each of which a save of 2.0 was killed at another operation; in the last at none."""
+    for kill_at in range(200):
+        inner = new_copy()
+        store = FaultyStore(inner, fail_at=kill_at, hook=kill, after=after)
+        with contextlib.suppress(Killed):
+            save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
+        yield inner
+        if len(store.operations) <= kill_at:
+            return
+
+
 @sampled(4)
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_kill_between_any_two_operations_leaves_the_old_checkpoint_or_the_new_one(
     is_foreign: bool, after: bool
 ) -> None:
-    seen, new_copy = [], saved_in_memory(1.0, is_foreign=is_foreign)
-    for kill_at in range(200):
-        inner = new_copy()
-        store = FaultyStore(inner, fail_at=kill_at, hook=kill, after=after)
-        with contextlib.suppress(Killed):
-            save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
-        seen.append(value_of(inner))
-        save(values(3.0), inner, "torch_dist")
-        assert value_of(inner) == 3.0
-        if len(store.operations) <= kill_at:
-            break
+    seen = []
+    for store in after_each_kill(saved_in_memory(1.0, is_foreign=is_foreign), after=after):
+        seen.append(value_of(store))
+        save(values(3.0), store, "torch_dist")
+        assert value_of(store) == 3.0
     assert seen == sorted(seen)  # old until the one moment of the commit, new from then on
     assert seen.count(1.0) >= 8
     assert seen.count(2.0) >= 3
@@ -336,17 +330,11 @@ def test_a_kill_between_any_two_operations_leaves_the_old_checkpoint_or_the_new_
 
 def test_a_kill_in_a_first_save_leaves_nothing_or_all_of_it() -> None:
     outcomes = []
-    for kill_at in range(200):
-        inner = MemoryStore()
-        store = FaultyStore(inner, fail_at=kill_at, hook=kill)
-        with contextlib.suppress(Killed):
-            save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
+    for store in after_each_kill(MemoryStore):
         try:
-            outcomes.append(value_of(inner))
+            outcomes.append(value_of(store))
         except NotACheckpointError:
             outcomes.append(0.0)
-        if len(store.operations) <= kill_at:
-            break
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {0.0, 2.0}
 
@@ -400,7 +388,7 @@ def test_stock_dcp_loads_values_that_are_no_tensors(tmp_path: Path) -> None:
         "optimizer": {"param_groups": groups, "empty": {}},
         "w": 3,  # also the key of an array, which comes first
     }
-    state = {**plain, "array": ShardedTensor.from_rank_offsets("w", torch.arange(3.0))}
+    state = {**plain, "array": sharded("w", torch.arange(3.0))}
     state["rng"] = ShardedObject("rng", [1, 2], (1,), (0,))
     save(state, tmp_path / "c", "torch_dist")
     wanted: dict[str, Any] = {
@@ -434,7 +422,7 @@ def test_values_that_dcp_saved_are_read_by_dcp_after_two_conversions(tmp_path: P
 def test_copies_for_dcp_are_no_arrays_of_ours_and_stay_with_their_common_state(tmp_path: Path) -> None:
     state = {
         "opt": {"lr": 0.5},
-        "w": ShardedTensor.from_rank_offsets("opt.w", torch.zeros(3)),
+        "w": sharded("opt.w", torch.zeros(3)),
         "rng": ShardedObject("opt.rng", 1, (1,), (0,)),
     }
     save(state, tmp_path / "c", "torch_dist")
