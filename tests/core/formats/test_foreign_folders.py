@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import FormatError, IntegrityError, NotACheckpointError, ShardedTensor, StorageError
+from megackpt import FormatError, IntegrityError, NotACheckpointError, StorageError
 from megackpt.cli import main
 from megackpt.formats.folder_kinds import recognise_names
 from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from megackpt.whole import CopyReport
+from tests.support.states import sharded
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 
@@ -110,10 +111,10 @@ def test_it_loads_at_any_layout(folder: Folder, source: Path, ranks: int, caplog
         for key, tensor in whole.items():
             if tensor.dim() and tensor.shape[0] % ranks == 0:
                 part = torch.zeros_like(tensor.chunk(ranks)[group.rank])
-                wanted[key] = ShardedTensor.from_rank_offsets(key, part, (0, group.rank, ranks))
+                wanted[key] = sharded(key, part, (0, group.rank, ranks))
             else:
                 copy = torch.zeros_like(tensor)
-                wanted[key] = ShardedTensor.from_rank_offsets(key, copy, replica_id=group.rank)
+                wanted[key] = sharded(key, copy, replica_id=group.rank)
         loaded = megackpt.load(wanted, source, group=group)
         for key, tensor in whole.items():
             is_cut = tensor.dim() and tensor.shape[0] % ranks == 0
@@ -227,12 +228,12 @@ def test_a_folder_with_such_files_is_free_for_a_save_and_no_step(source: Path) -
         assert megackpt.load({}, source) == {"step": 1}
 
 
-def test_files_that_an_unfinished_save_left_are_none_of_torch_save(tmp_path: Path) -> None:
-    weight = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+def test_files_that_an_unfinished_save_left_are_no_folder_of_another_tool(tmp_path: Path) -> None:
+    weight = sharded("w", torch.ones(3))
     megackpt.save({"w": weight, "step": 1}, tmp_path / "c", "torch_dist")
     for name in ("metadata.json", ".metadata"):
         os.remove(tmp_path / "c" / name)
-    with pytest.raises(NotACheckpointError):
+    with pytest.raises(NotACheckpointError, match=r"the save did not finish"):
         megackpt.load({}, tmp_path / "c")
     text = tmp_path / "notes.md"
     text.write_text("no checkpoint")
@@ -275,11 +276,3 @@ def test_kinds_are_recognised_by_names_of_files(names: list[str], kind: str, adv
 
 def test_names_that_no_kind_has_are_not_recognised() -> None:
     assert recognise_names(["notes.md", "data/x.bin.txt", "mp_rank_00.json"], where="x") is None
-
-
-def test_a_save_of_ours_that_did_not_finish_is_no_folder_of_another_tool(tmp_path: Path) -> None:
-    megackpt.save({"w": torch.ones(2)}, tmp_path, sharded_strategy="torch_dist")
-    (tmp_path / "metadata.json").unlink()
-    (tmp_path / ".metadata").unlink()
-    with pytest.raises(NotACheckpointError, match=r"the save did not finish"):
-        megackpt.load({}, tmp_path)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save as save_bytes
 
 import megackpt
-from megackpt import SaveOptions, ShardedObject, ShardedTensor, load, save
+from megackpt import SaveOptions, ShardedObject, load, save
 from megackpt.comm import Group
 from megackpt.errors import CheckpointError, FormatError, StorageError
 from megackpt.formats.documents import write_small_file
@@ -32,6 +32,7 @@ from megackpt.storage.digests import digest_of
 from megackpt.storage.views import Patch, PatchedStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
+from tests.support.states import sharded
 
 NAME = "model.safetensors"
 DATA = bytes(range(8))
@@ -223,19 +224,19 @@ def test_a_tensor_of_an_unknown_dtype_does_not_prevent_the_load_of_others(
     store = store_with(file)
     assert megackpt.inspect(store).unreadable == {"v": f"is stored as {code}, which cannot be loaded"}
     w = torch.ones(2, dtype=torch.uint8)
-    megackpt.load({"w": megackpt.ShardedTensor.from_rank_offsets("w", w)}, store)
+    megackpt.load({"w": sharded("w", w)}, store)
     assert w.tolist() == [0, 0]
     with pytest.raises(FormatError, match=rf"'v' is stored as {code}"):
-        megackpt.load({"v": megackpt.ShardedTensor.from_rank_offsets("v", w)}, store)
+        megackpt.load({"v": sharded("v", w)}, store)
 
 
-def test_more_dims_than_a_table_of_chunks_should_have_are_not_loaded() -> None:
-    file = file_of({"v": entry("F64", [1] * 1000)})
-    assert "has 1000 dims" in megackpt.inspect(store_with(file)).unreadable["v"]
-
-
-def test_a_tensor_without_a_name_is_not_loaded() -> None:
-    assert "empty name" in megackpt.inspect(store_with(file_of({"": entry()}))).unreadable[""]
+@pytest.mark.parametrize(
+    ("key", "shape", "why"), [("v", [1] * 1000, "has 1000 dims"), ("", [], "empty name")]
+)
+def test_a_tensor_of_too_many_dims_or_without_a_name_is_not_loaded(
+    key: str, shape: list[int], why: str
+) -> None:
+    assert why in megackpt.inspect(store_with(file_of({key: entry("F64", shape)}))).unreadable[key]
 
 
 # Headers at random. hypothesis draws entries that nearly fit together, so that some files are valid.
@@ -321,7 +322,7 @@ def test_a_name_that_a_header_cannot_have_is_an_error(names: list[str], message:
 
 
 def state_of(rank: int, fill: float) -> dict[str, Any]:
-    rows = ShardedTensor.from_rank_offsets("rows", torch.full((2, 3), fill), (0, rank, 2))
+    rows = sharded("rows", torch.full((2, 3), fill), (0, rank, 2))
     loader = ShardedObject("loader", {"seen": (1, torch.ones(2))}, (2,), (rank,))
     return {"rows": rows, "loader": loader, "step": 7, "noise": torch.tensor(3.0), "names": {"a", "b"}}
 
