@@ -22,6 +22,7 @@ from megackpt.plans.planning import CompactCopies, Reads, group_reads
 from megackpt.storage import MAX_BORROWED_BYTES, FileOptions, LocalStore, MemoryStore, file_reader, rawio
 from megackpt.storage.file_reader import DescriptorCache
 from megackpt.storage.rawio import COMMON_POOL, BufferPool, ByteArray, is_cached
+from tests.support.states import sharded
 
 NBYTES = 9 * 1024 * 1024 + 123  # several buffers, and an end that is not aligned
 RANGES = [(0, NBYTES), (0, 4096), (1, NBYTES - 1), (4095, 4097 + (1 << 20)), (NBYTES - 70_001, 70_001)]
@@ -81,7 +82,7 @@ def test_a_store_that_ends_before_all_bytes_are_there_is_found_out(tmp_path: Pat
             return iter(()) if len(out) > 1 << 20 else super().stream_into(name, offset_bytes, out)
 
     def declared() -> dict[str, ShardedTensor]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1 << 18))}  # 2 MiB
+        return {"w": sharded("w", torch.arange(1 << 18))}  # 2 MiB
 
     save(declared(), tmp_path)
     with pytest.raises(IntegrityError, match="'w'"):
@@ -188,14 +189,6 @@ def test_what_is_longer_than_a_buffer_cannot_be_borrowed(store: LocalStore) -> N
         for offset, nbytes in ((0, MAX_BORROWED_BYTES + 1), (-1, 9), (0, -1)):
             with pytest.raises(ValueError, match="cannot be borrowed"), lender.borrow("a", offset, nbytes):
                 pass
-
-
-def test_any_store_has_zero_copy_reads() -> None:
-    store = MemoryStore()
-    store.create()
-    store.write("a", b"0123456789")
-    with store.borrow("a", 3, 4) as data:
-        assert bytes(data) == b"3456"
 
 
 def test_direct_reading_can_be_switched_off(

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from megackpt.engine.checkpoint.step_roots import ObjectSteps
@@ -337,11 +336,3 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'megackpt\[s3\]'"):
         open_store("s3://bucket/x")
-
-
-def test_numbers_arrive_in_arrays_of_any_shape_by_several_requests(store: ObjectStore) -> None:
-    numbers = np.random.default_rng(0).standard_normal((300, 1000))
-    write_stream(store, "a", numbers.tobytes(), part_bytes=1 << 20)
-    out = np.zeros((299, 1000))
-    store.read_into("a", 8000, out.data)
-    assert np.array_equal(out, numbers[1:])

@@ -307,7 +307,9 @@ def true_bytes(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("buffer_bytes", [16, 50, 4096])
-def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, buffer_bytes: int) -> None:
+def test_parts_that_went_through_buffers_or_not_are_the_elements_in_order(
+    name: str, buffer_bytes: int
+) -> None:
     tensor = VIEWS[name]
     buffers = HostBuffers(buffer_bytes, limit=3)
     parts = list(parts_of(tensor, buffer_bytes))
@@ -316,22 +318,14 @@ def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, bu
     assert [label for label, _ in arrived] == list(range(len(parts)))
     assert b"".join(share for _, share in arrived) == true_bytes(tensor)
     assert b"".join(bytes(p) for p in host_parts(tensor, part_bytes=buffer_bytes)) == true_bytes(tensor)
-
-
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("part_bytes", [16, 50, 4096])
-def test_bytes_that_were_copied_from_where_they_are_are_the_elements_in_order(
-    name: str, part_bytes: int
-) -> None:
-    tensor = VIEWS[name]
-    arrived = np.zeros(len(true_bytes(tensor)), np.uint8)
+    copied = np.zeros(len(true_bytes(tensor)), np.uint8)
     position = 0
     with Downloads() as downloads:
-        for part in bytes_on_device(tensor, part_bytes):
-            assert len(part) <= part_bytes
-            downloads.copy(part, arrived[position : position + len(part)])
+        for part in bytes_on_device(tensor, buffer_bytes):  # copied from where they are
+            assert len(part) <= buffer_bytes
+            downloads.copy(part, copied[position : position + len(part)])
             position += len(part)
-    assert arrived.tobytes() == true_bytes(tensor)
+    assert copied.tobytes() == true_bytes(tensor)
 
 
 def test_a_part_stays_while_the_next_are_copied_and_no_more_of_them_than_asked() -> None:
