@@ -113,7 +113,7 @@ def write_folder(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, files: int = 1
 ) -> None:
     """Write a folder with the safetensors library."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     parts = [names[number::files] for number in range(files)]
@@ -124,6 +124,20 @@ def write_folder(
         where |= dict.fromkeys(part, name)
     if files > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def write_random_folder(
+    folder: Path, config: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, **changes: Any
+) -> dict[str, Tensor]:
+    """Write a folder of random tensors. Changes are tensors by name, or None for one that is left out."""
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, Any] = {
+        key: torch.randn(array.stored, generator=generator).to(dtype)
+        for key, array in family_of(config).region_map(config).right.items()
+    }
+    tensors = {key: value for key, value in (tensors | changes).items() if value is not None}
+    write_folder(folder, config, tensors)
+    return tensors
 
 
 def loaded_arrays(directory: Path) -> dict[str, Tensor]:

@@ -16,12 +16,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import SaveOptions, ShardedObject, ShardedTensor, load, load_plain_tensors, save
+from megackpt import SaveOptions, ShardedObject, load, load_plain_tensors, save
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
+from tests.support.states import sharded
 
 HAS_DIGESTS = importlib.util.find_spec("awscrt") is not None
 ROOT = Path(__file__).parents[3]
@@ -91,7 +92,7 @@ def test_the_reader_agrees_with_load_at_any_layout(
 
 def test_the_reader_passes_over_parity(tmp_path: Path) -> None:
     def save_rank(group: Group) -> None:
-        rows = ShardedTensor.from_rank_offsets("rows", torch.arange(6.0) + group.rank, (0, group.rank, 3))
+        rows = sharded("rows", torch.arange(6.0) + group.rank, (0, group.rank, 3))
         save({"rows": rows}, tmp_path, options=SaveOptions(parity=2), group=group)
 
     SimulatedWorld(3).run(save_rank)
@@ -112,20 +113,31 @@ def test_the_reader_shows_common_state_and_objects(tmp_path: Path) -> None:
     assert load({"rng": rng}, tmp_path / "c")["rng"]["seed"] == 3
 
 
-def test_the_reader_is_a_program_that_lists_a_checkpoint(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3)), "lr": 0.5}, tmp_path / "c")
-    command = [sys.executable, str(PROGRAM), str(tmp_path / "c")]
-    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def test_the_reader_is_a_program_of_the_package_that_needs_no_torch(tmp_path: Path) -> None:
+    """In an interpreter that cannot import torch, as where it is not installed."""
+    save({"w": sharded("w", torch.arange(3)), "lr": 0.5}, tmp_path / "c")
+
+    def run(*arguments: str) -> str:
+        program = (
+            "import sys, runpy; sys.modules['torch'] = None; "
+            f"sys.argv = {['reader', str(tmp_path / 'c'), *arguments]!r}; "
+            "runpy.run_module('megackpt.read_checkpoint', run_name='__main__')"
+        )
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    listing = run()
     assert "int64  [3]                      w\n" in listing
     assert '"lr": 0.5' in listing
-    assert subprocess.run([*command, "w"], check=True, capture_output=True, text=True).stdout == "[0 1 2]\n"
+    assert run("w") == "[0 1 2]\n"
+    assert (ROOT / "megackpt" / "read_checkpoint.py").samefile(PROGRAM)
 
 
 def test_bfloat16_is_decoded_exactly_and_float8_comes_as_its_bits(tmp_path: Path) -> None:
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     scalar, eight = torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
     values = {"all": bits, "scalar": scalar, "eight": eight}
-    save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}, tmp_path / "c")
+    save({key: sharded(key, value) for key, value in values.items()}, tmp_path / "c")
     checkpoint = reader().Checkpoint(tmp_path / "c")
     assert np.array_equal(checkpoint.array("all"), bits.float().numpy(), equal_nan=True)
     assert (checkpoint.array("scalar").shape, checkpoint.array("scalar").item()) == ((), 1.5)
@@ -136,7 +148,7 @@ def test_bfloat16_is_decoded_exactly_and_float8_comes_as_its_bits(tmp_path: Path
 def test_a_slice_reads_only_the_chunks_that_hold_it(tmp_path: Path) -> None:
     def save_rank(group: Group) -> None:
         rows = torch.full((4,), float(group.rank))
-        entity = ShardedTensor.from_rank_offsets("rows", rows, (0, group.rank, 3))
+        entity = sharded("rows", rows, (0, group.rank, 3))
         save({"rows": entity}, tmp_path, group=group)
 
     SimulatedWorld(3).run(save_rank)
@@ -149,18 +161,3 @@ def test_a_slice_reads_only_the_chunks_that_hold_it(tmp_path: Path) -> None:
     for index, error in ((np.s_[::2], IndexError), (12, IndexError), (np.s_[0, 0], ValueError)):
         with pytest.raises(error):
             checkpoint.array("rows", index)
-
-
-def test_the_reader_is_in_the_package_and_needs_no_torch(tmp_path: Path) -> None:
-    """Also where torch is not installed: in an interpreter that cannot import it."""
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}, tmp_path / "c")
-    program = (
-        "import sys, runpy; sys.modules['torch'] = None; "
-        f"sys.argv = ['reader', {str(tmp_path / 'c')!r}, 'w']; "
-        "runpy.run_module('megackpt.read_checkpoint', run_name='__main__')"
-    )
-    message = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    ).stdout
-    assert message == "[0 1 2]\n"
-    assert (ROOT / "megackpt" / "read_checkpoint.py").samefile(PROGRAM)
