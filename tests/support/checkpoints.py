@@ -22,6 +22,7 @@ from megackpt.testing.world import SimulatedWorld
 from megackpt.training.optim import DistributedOptimizer
 from megackpt.training.parallel import ParallelGroups, ParallelLayout, RoutingOptions
 from models import GPTConfig, MoEConfig, build_gpt
+from tests.support.states import save_on_ranks
 from tests.support.zarr_v1 import copy_as_zarr_v1
 
 SAVED_FORMATS = sorted((strategy.backend, strategy.version) for strategy in save_strategies())
@@ -56,12 +57,7 @@ def saved(directory: Path, format: tuple[str, int] = NATIVE, *, parity: int | No
     options = SaveOptions(plain_tensors="common", parity=parity)
     target: Path | Store = MemoryStore() if format == ZARR_1 else directory
     strategy = NATIVE if format == ZARR_1 else format
-
-    def save_rank(group: Group) -> None:
-        state = state_of(group.rank)
-        megackpt.save(state, target, strategy, content_metadata=CONTENT, options=options, group=group)
-
-    SimulatedWorld(RANKS).run(save_rank)
+    save_on_ranks(RANKS, state_of, target, strategy, content_metadata=CONTENT, options=options)
     if format == ZARR_1:
         copy_as_zarr_v1(target, directory)
     return directory

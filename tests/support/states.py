@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megackpt import ShardedTensor
+from megackpt import ShardedTensor, save
 from megackpt.formats.index_file import write_index
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.partial_index import PartialIndex
@@ -19,7 +20,8 @@ from megackpt.formats.strategy import Json
 from megackpt.maps import RegionMap
 from megackpt.maps.requests import in_order_of
 from megackpt.plans.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
-from megackpt.storage import MemoryStore
+from megackpt.storage import MemoryStore, Store
+from megackpt.testing.world import SimulatedWorld
 
 sharded = ShardedTensor.from_rank_offsets
 """Declares a part of an array that is cut evenly: `sharded(key, data, (dim, rank, ranks))`."""
@@ -35,6 +37,15 @@ def filled(
 ) -> ShardedTensor:
     """Return an equal share, along dim 0, of an array that is filled with one value."""
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, value, dtype=dtype), (0, rank, ranks))
+
+
+def save_on_ranks(
+    ranks: int, state_of: Callable[[int], Any], target: Path | Store, *strategy: Any, **options: Any
+) -> None:
+    """Save what each of some simulated ranks declares."""
+    SimulatedWorld(ranks).run(
+        lambda group: save(state_of(group.rank), target, *strategy, group=group, **options)
+    )
 
 
 def replica(value: float, *shape: int, key: str = "r", rank: int = 0) -> ShardedTensor:

@@ -23,7 +23,6 @@ from megackpt import (
     save,
     verify,
 )
-from megackpt.comm import Group
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, DeclarationError, UnsupportedError
 from megackpt.formats import native, registry, torch_dist
@@ -37,10 +36,9 @@ from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore, Store
 from megackpt.testing.format_suite import FormatConformance
 from megackpt.testing.identical import difference
-from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import contents
 from tests.support.effort import few
-from tests.support.states import sharded
+from tests.support.states import save_on_ranks, sharded
 from tests.support.zarr_v1 import save_zarr_v1
 
 
@@ -268,11 +266,7 @@ def golden_state(rank: int) -> ShardedStateDict:
 
 def write(backend: str, version: int, directory: str) -> None:
     """Write the golden checkpoint of a format."""
-
-    def save_rank(group: Group) -> None:
-        save(golden_state(group.rank), directory, (backend, version), content_metadata=CONTENT, group=group)
-
-    SimulatedWorld(RANKS).run(save_rank)
+    save_on_ranks(RANKS, golden_state, directory, (backend, version), content_metadata=CONTENT)
 
 
 FOLDER = Path(__file__).parent / "golden"
@@ -324,11 +318,7 @@ def long_state(rank: int) -> ShardedStateDict:
 def write_long(directory: Path) -> None:
     """Write the long checkpoint."""
     options = SaveOptions(parity=RANKS, array_digests=True)
-
-    def save_rank(group: Group) -> None:
-        save(long_state(group.rank), directory, options=options, content_metadata=CONTENT, group=group)
-
-    SimulatedWorld(RANKS).run(save_rank)
+    save_on_ranks(RANKS, long_state, directory, options=options, content_metadata=CONTENT)
 
 
 def check_long(directory: Path, *, on_corrupt: Literal["error", "fallback"] = "error") -> None:

@@ -45,7 +45,7 @@ from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
-from tests.support.states import ask, box, damaged, sharded, small, stack
+from tests.support.states import ask, box, damaged, save_on_ranks, sharded, small, stack
 
 ATTEMPT = "0" * 16
 RANKS = 150  # more than twice as many as are put in order at once
@@ -304,7 +304,7 @@ def state(rank: int, ranks: int) -> dict[str, Any]:
 def test_a_load_by_parts_of_the_index_gives_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Any, ranks: int
 ) -> None:
-    SimulatedWorld(3).run(lambda group: megackpt.save(state(group.rank, 3), tmp_path, group=group))
+    save_on_ranks(3, lambda rank: state(rank, 3), tmp_path)
     opened = []
 
     def open_by_parts(*args: Any) -> PartialIndex:

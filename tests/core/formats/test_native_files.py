@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save as save_bytes
 
 import megackpt
-from megackpt import SaveOptions, ShardedObject, load, save
+from megackpt import SaveOptions, ShardedObject, load
 from megackpt.comm import Group
 from megackpt.errors import CheckpointError, FormatError, StorageError
 from megackpt.formats.documents import write_small_file
@@ -32,7 +32,7 @@ from megackpt.storage.digests import digest_of
 from megackpt.storage.views import Patch, PatchedStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
-from tests.support.states import sharded
+from tests.support.states import save_on_ranks, sharded
 
 NAME = "model.safetensors"
 DATA = bytes(range(8))
@@ -328,10 +328,7 @@ def state_of(rank: int, fill: float) -> dict[str, Any]:
 
 
 def save_all(directory: Path) -> None:
-    def save_rank(group: Group) -> None:
-        save(state_of(group.rank, 1.0), directory, options=SaveOptions(parity=2), group=group)
-
-    SimulatedWorld(2).run(save_rank)
+    save_on_ranks(2, lambda rank: state_of(rank, 1.0), directory, options=SaveOptions(parity=2))
 
 
 def test_no_file_of_a_save_is_a_pickle(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from megackpt import (
     save,
     verify,
 )
-from megackpt.comm import Group
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.formats.torch_dist import item as items
@@ -45,11 +44,10 @@ from megackpt.plans.metadata import DTYPES
 from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
-from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import sampled
-from tests.support.states import bits, filled, random_bits, sharded
+from tests.support.states import bits, filled, random_bits, save_on_ranks, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -95,11 +93,7 @@ def same_bits(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("torch_dist") / "c"
-
-    def run(group: Group) -> None:
-        save(state_of(group.rank), directory, "torch_dist", group=group, content_metadata={"a": 1})
-
-    SimulatedWorld(2).run(run)
+    save_on_ranks(2, state_of, directory, "torch_dist", content_metadata={"a": 1})
     return directory
 
 
@@ -234,11 +228,8 @@ def test_chunks_that_overlap_raise_an_error_where_they_were_not_validated(tmp_pa
 
 
 def test_a_replica_that_two_ranks_store_unproved_is_stored_once(tmp_path: Path) -> None:
-    def run(group: Group) -> None:
-        state = {"w": sharded("w", torch.ones(4))}
-        save(state, tmp_path / "c", "torch_dist", group=group, validate_access_integrity=False)
-
-    SimulatedWorld(2).run(run)
+    state = {"w": sharded("w", torch.ones(4))}
+    save_on_ranks(2, lambda _: state, tmp_path / "c", "torch_dist", validate_access_integrity=False)
     assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0] * 4
 
 

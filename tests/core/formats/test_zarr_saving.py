@@ -34,7 +34,7 @@ from megackpt.testing.format_trials import bytes_of, declared_chunks
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few, sampled
-from tests.support.states import bits, random_bits, sharded
+from tests.support.states import bits, random_bits, save_on_ranks, sharded
 from tests.support.zarr_v1 import save_zarr_v1
 
 # Files and chunks of a few elements, so that small arrays have many of them and ranks share some.
@@ -46,10 +46,6 @@ def check_law(data: st.DataObject, array: torch.Tensor, version: int, rules: Gri
     source = data.draw(owned_chunks(tuple(array.shape), ranks=source_ranks), label="source")
     target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
 
-    def save_rank(group: Group) -> None:
-        shards = {"shards": declared_chunks(source, array, group.rank)}
-        save(shards, store, sharded_strategy=ZarrV3SaveStrategy(rules), group=group)
-
     def load_rank(group: Group) -> list[ShardedTensor]:
         wanted = declared_chunks(target, array, group.rank)
         for tensor in wanted:
@@ -60,7 +56,12 @@ def check_law(data: st.DataObject, array: torch.Tensor, version: int, rules: Gri
     if version == 1:
         save_zarr_v1({"whole": sharded("array", array)}, store)
     else:
-        SimulatedWorld(source_ranks).run(save_rank)
+        save_on_ranks(
+            source_ranks,
+            lambda rank: {"shards": declared_chunks(source, array, rank)},
+            store,
+            ZarrV3SaveStrategy(rules),
+        )
     for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
         for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
             assert bytes_of(got) == bytes_of(expected)

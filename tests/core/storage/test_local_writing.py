@@ -22,8 +22,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import SaveOptions, save
-from megackpt.comm import Group
+from megackpt import SaveOptions, ShardedTensor, save
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import FormatError, MissingExtraError, StorageError
@@ -41,11 +40,11 @@ from megackpt.storage import (
     rawio,
 )
 from megackpt.storage.crc64 import Crc64
+from megackpt.testing.format_trials import declared_chunks
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from megackpt.testing.store_suite import read_range, some_bytes, write_stream
-from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
-from tests.support.states import sharded
+from tests.support.states import save_on_ranks, sharded
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
 SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)
@@ -480,12 +479,13 @@ def test_a_save_at_any_layout_stores_the_digest_of_the_array(
 ) -> None:
     layout = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="layout")
     store = MemoryStore()
-
-    def save_rank(group: Group) -> None:
-        shards = [owned.declare("array", array) for owned in layout if owned.rank == group.rank]
-        save({"shards": shards}, store, options=OPTIONS, group=group, validate_access_integrity=validates)
-
-    SimulatedWorld(ranks).run(save_rank)
+    save_on_ranks(
+        ranks,
+        lambda rank: {"shards": declared_chunks(layout, array, rank)},
+        store,
+        options=OPTIONS,
+        validate_access_integrity=validates,
+    )
     digests = open_checkpoint(store, allow_unsafe_pickle=False).array_digests
     assert digests == {"array": digest_of_array(array)}
 
@@ -494,14 +494,11 @@ def test_a_chunk_that_several_ranks_write_parts_of_counts_once() -> None:
     array, odd = torch.rand(6000, 1001), torch.rand(3, 5)  # cut into parts; written by one
     store = MemoryStore()
 
-    def save_rank(group: Group) -> None:
-        copies = {
-            key: sharded(key, tensor, replica_id=group.rank)
-            for key, tensor in (("array", array), ("odd", odd))
-        }
-        save(copies, store, options=OPTIONS, group=group)
+    def copies(rank: int) -> dict[str, ShardedTensor]:
+        arrays = {"array": array, "odd": odd}
+        return {key: sharded(key, tensor, replica_id=rank) for key, tensor in arrays.items()}
 
-    SimulatedWorld(3).run(save_rank)
+    save_on_ranks(3, copies, store, options=OPTIONS)
     contents = open_checkpoint(store, allow_unsafe_pickle=False)
     assert len(contents.chunks(["array"]).table) > 1
     assert contents.array_digests == {"array": digest_of_array(array), "odd": digest_of_array(odd)}

@@ -19,6 +19,7 @@ from megackpt import (
     IntegrityError,
     NotACheckpointError,
     SaveOptions,
+    ShardedTensor,
     save,
     verify,
 )
@@ -43,7 +44,7 @@ from tests.support.checkpoints import (
     flip,
     saved,
 )
-from tests.support.states import sharded
+from tests.support.states import save_on_ranks, sharded
 
 
 class CountingProgress:
@@ -302,12 +303,11 @@ def test_damage_is_found_by_the_share_in_which_it_lies(tmp_path: Path) -> None:
 def protected(directory: Path, ranks: int) -> Path:
     """Save 100,000 bytes a rank, with a parity file for every two ranks."""
 
-    def save_rank(group: Group) -> None:
-        rows = torch.arange(100_000, dtype=torch.uint8) + group.rank
-        state = {"w": sharded("w", rows, (0, group.rank, group.size))}
-        save(state, directory, options=SaveOptions(parity=2), group=group)
+    def state(rank: int) -> dict[str, ShardedTensor]:
+        rows = torch.arange(100_000, dtype=torch.uint8) + rank
+        return {"w": sharded("w", rows, (0, rank, ranks))}
 
-    SimulatedWorld(ranks).run(save_rank)
+    save_on_ranks(ranks, state, directory, options=SaveOptions(parity=2))
     return directory
 
 

@@ -17,12 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt import SaveOptions, ShardedObject, load, load_plain_tensors, save
-from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.testing.format_trials import declared_chunks
 from megackpt.testing.layouts import arrays, owned_chunks
-from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
-from tests.support.states import sharded
+from tests.support.states import filled, save_on_ranks, sharded
 
 HAS_DIGESTS = importlib.util.find_spec("awscrt") is not None
 ROOT = Path(__file__).parents[3]
@@ -71,31 +70,30 @@ def test_the_reader_agrees_with_load_at_any_layout(
     layout = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
     options = SaveOptions(array_digests=HAS_DIGESTS and data.draw(st.booleans()))  # it knows nothing of them
     directory = tmp_path_factory.mktemp("reader")  # type: ignore[attr-defined]
-    SimulatedWorld(ranks).run(
-        lambda group: save(
-            {"shards": [h.declare("k", array) for h in layout if h.rank == group.rank]},
-            directory,
-            options=options,
-            group=group,
-        )
+    save_on_ranks(
+        ranks,
+        lambda rank: {"shards": declared_chunks(layout, array, rank)},
+        directory,
+        options=options,
     )
     checkpoint = reader().Checkpoint(directory)
-    theirs = checkpoint.array("k", raw=True)
-    ours = load_plain_tensors(directory)["k"]
+    theirs = checkpoint.array("array", raw=True)
+    ours = load_plain_tensors(directory)["array"]
     assert theirs.shape == tuple(ours.shape)
     assert np.ascontiguousarray(theirs).tobytes() == bytes(byte_view(as_bits(ours)))
     index = data.draw(slices(theirs.shape))
-    part = checkpoint.array("k", index, raw=True)
+    part = checkpoint.array("array", index, raw=True)
     assert part.shape == theirs[index].shape
     assert part.tobytes() == theirs[index].tobytes()
 
 
 def test_the_reader_passes_over_parity(tmp_path: Path) -> None:
-    def save_rank(group: Group) -> None:
-        rows = sharded("rows", torch.arange(6.0) + group.rank, (0, group.rank, 3))
-        save({"rows": rows}, tmp_path, options=SaveOptions(parity=2), group=group)
-
-    SimulatedWorld(3).run(save_rank)
+    save_on_ranks(
+        3,
+        lambda rank: {"rows": sharded("rows", torch.arange(6.0) + rank, (0, rank, 3))},
+        tmp_path,
+        options=SaveOptions(parity=2),
+    )
     assert len(list(tmp_path.glob("parity/*"))) == 2
     rows = reader().Checkpoint(tmp_path).array("rows")
     assert np.array_equal(rows, load_plain_tensors(tmp_path)["rows"].numpy())
@@ -146,12 +144,7 @@ def test_bfloat16_is_decoded_exactly_and_float8_comes_as_its_bits(tmp_path: Path
 
 
 def test_a_slice_reads_only_the_chunks_that_hold_it(tmp_path: Path) -> None:
-    def save_rank(group: Group) -> None:
-        rows = torch.full((4,), float(group.rank))
-        entity = sharded("rows", rows, (0, group.rank, 3))
-        save({"rows": entity}, tmp_path, group=group)
-
-    SimulatedWorld(3).run(save_rank)
+    save_on_ranks(3, lambda rank: {"rows": filled(float(rank), 4, key="rows", rank=rank, ranks=3)}, tmp_path)
     files = sorted((tmp_path / "data").iterdir())
     files[0].unlink()
     checkpoint = reader().Checkpoint(tmp_path)
