@@ -176,30 +176,26 @@ def test_ranks_compute_logits_and_gradients_of_transformers(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_a_model_is_exported_as_transformers_reads_it_and_imported_again(
+def test_a_folder_of_transformers_is_loaded_imported_and_written_again(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
     model = ENCODERS[kind].random(seed)
     fields = json.loads(model.config.to_json_string())
     arrays = {key: torch.from_numpy(array) for key, array in case(kind, seed).weights.items()}
+    model.save_pretrained(tmp_path / "theirs")
+    ours = ENCODERS[kind].build(case(kind, seed).config, ONE)
+    megackpt.load({"model": ours.sharded_state_dict()}, tmp_path / "theirs", maps="auto")
+    for tensor in tensors_of(ours.sharded_state_dict()):
+        box = arrays[tensor.key][tensor.global_slice()]
+        box = box.view(-1, *tensor.data.shape[1:])  # a layer has no axis over layers
+        assert torch.equal(tensor.data[: len(box)], box), tensor.key  # without padding of the vocabulary
+
     megackpt.save(declared(arrays, 0, 1), tmp_path / "saved", content_metadata={"huggingface_config": fields})
     megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
     read: Any = type(model).from_pretrained(tmp_path / "folder")
     assert_same_tensors(dict(read.state_dict()), dict(model.state_dict()))
     megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported")
     assert_same_tensors(megackpt.load_plain_tensors(tmp_path / "imported"), arrays)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_a_folder_that_transformers_wrote_is_loaded(kind: str, seed: int, tmp_path: Path) -> None:
-    ENCODERS[kind].random(seed).save_pretrained(tmp_path)
-    model = ENCODERS[kind].build(case(kind, seed).config, ONE)
-    megackpt.load({"model": model.sharded_state_dict()}, tmp_path, maps="auto")
-    for tensor in tensors_of(model.sharded_state_dict()):
-        box = torch.from_numpy(case(kind, seed).weights[tensor.key])[tensor.global_slice()]
-        box = box.view(-1, *tensor.data.shape[1:])  # a layer has no axis over layers
-        assert torch.equal(tensor.data[: len(box)], box), tensor.key  # without padding of the vocabulary
 
 
 def pooled(folder: Path, config: BertConfig, tokens: torch.Tensor, layout: ParallelLayout) -> tuple[Any, ...]:
@@ -256,18 +252,13 @@ def small_t5(**changes: Any) -> T5Config:
     return T5Config(**{**sizes, "num_layers": 5, "num_encoder_layers": 2, "encoder_length": 8, **changes})
 
 
-def run_bert(tokens: int) -> None:
-    (chunk,) = build_bert(small_bert(), ONE)
+def forward(build: Build, config: BertConfig | T5Config, tokens: int) -> None:
+    (chunk,) = build(config, ONE)
     chunk(torch.zeros(1, tokens, dtype=torch.int64))
 
 
-def run_t5(tokens: int) -> None:
-    (chunk,) = build_t5(small_t5(), ONE)
-    chunk(torch.zeros(1, tokens, dtype=torch.int64))
-
-
-def split_t5(stages: int) -> None:
-    small_t5().split_stages(pp=4, encoder_stages=stages)
+def split_t5(stages: int, *, pp: int = 4) -> str:
+    return str(small_t5().split_stages(pp=pp, encoder_stages=stages))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +274,7 @@ def split_t5(stages: int) -> None:
             lambda: small_bert(seq_length=6).check_layout(ParallelLayout(cp=2)),
             r"BertConfig does not fit .*seq_length 6 is not",
         ),
-        (lambda: run_bert(9), r"have 9 tokens, but BertConfig.seq_length is 8"),
+        (lambda: forward(build_bert, small_bert(), 9), r"have 9 tokens, but BertConfig.seq_length is 8"),
         (lambda: small_t5(num_encoder_layers=5), r"num_encoder_layers is 5 of 5"),
         (lambda: small_t5(encoder_length=12), r"encoder_length is 12 of 12"),
         (lambda: small_t5(relative_buckets=7), r"relative_buckets is 7"),
@@ -303,8 +294,8 @@ def split_t5(stages: int) -> None:
         (lambda: split_t5(3), r"3 of pp=4 stages cannot have the 2 layers"),
         (lambda: split_t5(4), r"4 of pp=4 stages cannot have the 2 layers"),
         (lambda: GPT(small_t5(), ONE), r"a T5Config does not describe a GPT"),
-        (lambda: run_t5(8), r"8 tokens. The first 8 are those of the encoder"),
-        (lambda: run_t5(13), r"13 tokens. The first 8 are those of the encoder"),
+        (lambda: forward(build_t5, small_t5(), 8), r"8 tokens. The first 8 are those of the encoder"),
+        (lambda: forward(build_t5, small_t5(), 13), r"13 tokens. The first 8 are those of the encoder"),
     ],
 )
 def test_what_an_encoder_cannot_have_is_an_error(call: Callable[[], object], named: str) -> None:
@@ -318,7 +309,7 @@ def test_a_folder_of_bert_without_tied_embeddings_is_an_error() -> None:
 
 
 def test_stages_of_t5_are_split_at_the_encoder() -> None:
-    assert str(small_t5().split_stages(pp=3, encoder_stages=1)) == "Ett|tt|tL"
+    assert split_t5(1, pp=3) == "Ett|tt|tL"
 
 
 def test_sequences_of_padding_alone_have_a_finite_loss_and_no_others_change() -> None:

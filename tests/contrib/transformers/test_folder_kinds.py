@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import build_gpt
 from models.huggingface import gpt_config
 from tests.support.command_line import CommandLine
+from tests.support.huggingface_configs import random_fields
 from tests.support.huggingface_models import assert_close, randomised, token_ids
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
@@ -43,20 +42,12 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(8) * index % 32
-        return {"input_ids": tokens, "labels": tokens}
-
-
 def trainer_run(path: Path) -> Path:
     pytest.importorskip("accelerate")
     chosen = {"max_steps": 2, "save_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
     arguments = transformers.TrainingArguments(output_dir=str(path), **chosen)
-    transformers.Trainer(llama(), arguments, train_dataset=Tokens()).train()
+    tokens = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    transformers.Trainer(llama(), arguments, train_dataset=tokens).train()
     return path
 
 
@@ -141,20 +132,11 @@ def torch_dist(path: Path) -> Path:
 
 
 def legacy_megatron(path: Path) -> Path:
-    """Two tensor ranks and two stages, with an MLP in each."""
-    full = torch.arange(32.0).reshape(4, 8)
-    for rank in range(2):
-        for stage in range(2):
-            folder = path / "iter_0000100" / f"mp_rank_{rank:02d}_{stage:03d}"
-            folder.mkdir(parents=True)
-            mlp = "decoder.layers.0.mlp"
-            model = {
-                f"{mlp}.linear_fc1.weight": full.chunk(2)[rank].clone() + 100 * stage,
-                f"{mlp}.linear_fc2.weight": full.T.contiguous().chunk(2, dim=1)[rank].clone(),
-            }
-            args = argparse.Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-            state = {"args": args, "iteration": 100, "checkpoint_version": 3.0, "model": model}
-            torch.save(state, folder / "model_optim_rng.pt")
+    folder = path / "iter_0000100" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save(
+        {"args": None, "model": {"mlp.linear_fc1.weight": torch.ones(4, 8)}}, folder / "model_optim_rng.pt"
+    )
     (path / "latest_checkpointed_iteration.txt").write_text("100")
     return path
 
@@ -195,23 +177,14 @@ def safetensors_file(path: Path) -> Path:
     return path / "consolidated.safetensors"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of folder.
+class Kind(NamedTuple):
+    """A kind of folder."""
 
-    Attributes:
-        make: writes it, and returns the path to name.
-        is_read: whether commands open it; `ls`, which lists steps of runs, never does.
-        name: what an error calls it.
-        advice: what an error says to do, after the path where there is one.
-        lists: whether `ls` lists steps in it.
-    """
-
-    make: Callable[[Path], Path]
-    is_read: bool
-    name: str
-    advice: str
-    lists: bool = False
+    make: Callable[[Path], Path]  # writes it, and returns the path to name
+    is_read: bool  # commands open it, but for `ls`, which lists steps of runs
+    name: str  # what an error calls it
+    advice: str  # what an error says to do, after the path where there is one
+    lists: bool = False  # `ls` lists steps in it
 
 
 FOLDERS = {
@@ -333,48 +306,28 @@ def test_the_command_of_an_advice_can_be_pasted(tmp_path: Path, capsys: pytest.C
 
 def test_shards_of_torch_save_are_one_checkpoint(made: Callable[[str], str]) -> None:
     arrays = megackpt.load_plain_tensors(made("Hugging Face, .bin"))
-    assert {key: array.unique().tolist() for key, array in arrays.items()} == {
-        "a.weight": [1.0],
-        "b.weight": [2.0],
-        "c.weight": [3.0],
-    }
+    values = {key: array.unique().tolist() for key, array in arrays.items()}
+    assert values == {"a.weight": [1.0], "b.weight": [2.0], "c.weight": [3.0]}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("shard", "content", "named"),
     [
-        (lambda p: (p / "pytorch_model-00002-of-00003.bin").unlink(), "no shard 00002-of-00003"),
-        (
-            lambda p: torch.save({"a.weight": torch.ones(1)}, p / "pytorch_model-00002-of-00003.bin"),
-            r"'a.weight', as another shard",
-        ),
-        (
-            lambda p: torch.save({"d": torch.ones(1)}, p / "pytorch_model-00002-of-00003.bin"),
-            r"contradicts the shards, for instance about 'b.weight'",
-        ),
-        (
-            lambda p: torch.save([1], p / "pytorch_model-00002-of-00003.bin"),
-            r"00002-of-00003.bin: it has no dict",
-        ),
-        (
-            lambda p: torch.save({"d": torch.ones(1)}, p / "pytorch_model-00001-of-00001.bin"),
-            r"has shards of several models",
-        ),
+        ("00002-of-00003", None, "no shard 00002-of-00003"),
+        ("00002-of-00003", {"a.weight": torch.ones(1)}, "'a.weight', as another shard"),
+        ("00002-of-00003", {"d": torch.ones(1)}, "contradicts the shards, for instance about 'b.weight'"),
+        ("00002-of-00003", [1], r"00002-of-00003.bin: it has no dict"),
+        ("00001-of-00001", {"d": torch.ones(1)}, "has shards of several models"),
     ],
+    ids=["lost", "twice", "not in the index", "no dict", "of another model"],
 )
 def test_shards_that_do_not_belong_together_are_an_error(
-    change: Callable[[Path], object], named: str, tmp_path: Path
+    shard: str, content: Any, named: str, tmp_path: Path
 ) -> None:
-    change(sharded_bin(tmp_path / "folder"))
+    file = sharded_bin(tmp_path / "folder") / f"pytorch_model-{shard}.bin"
+    torch.save(content, file) if content else file.unlink()
     with pytest.raises(megackpt.FormatError, match=named):
         megackpt.load_plain_tensors(tmp_path / "folder")
-
-
-def test_tensor_ranks_and_stages_of_a_legacy_folder_are_joined(made: Callable[[str], str]) -> None:
-    arrays = megackpt.load_plain_tensors(made("legacy Megatron"))
-    full = torch.arange(32.0).reshape(4, 8)
-    joined = arrays["decoder.layers.mlp.linear_fc1.weight"]
-    assert torch.equal(joined, torch.stack([full, full + 100]))
 
 
 def test_training_state_next_to_a_model_is_left_out_by_name(
@@ -390,15 +343,8 @@ def test_every_kind_of_the_table_has_a_next_step() -> None:
         assert "{subfolder}" not in kind.advice or kind.subfolder, kind.name
 
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+SIZES = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
 
@@ -433,9 +379,8 @@ def test_the_advice_gives_a_folder_that_is_imported(method: str, tmp_path: Path)
     family, fields, quantised = QUANTISED[method]
     torch.manual_seed(0)
     fields = {**SIZES, **fields}
-    config = transformers.AutoConfig.for_model(
-        family, **{k: v for k, v in fields.items() if k != "quantization_config"}
-    )
+    quantisation = fields.pop("quantization_config")
+    config = transformers.AutoConfig.for_model(family, **fields)
     model: Any = transformers.AutoModelForCausalLM.from_config(config)
     stored: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
@@ -443,7 +388,7 @@ def test_the_advice_gives_a_folder_that_is_imported(method: str, tmp_path: Path)
     folder, plain = tmp_path / "folder", tmp_path / "plain"
     folder.mkdir()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    written = {**json.loads(config.to_json_string()), "quantization_config": fields["quantization_config"]}
+    written = {**json.loads(config.to_json_string()), "quantization_config": quantisation}
     (folder / "config.json").write_text(json.dumps(written))
     with pytest.raises(MapError, match=rf"quantised .{method};") as failed:
         megackpt.import_huggingface(folder, tmp_path / "imported")
@@ -462,57 +407,30 @@ def test_the_advice_gives_a_folder_that_is_imported(method: str, tmp_path: Path)
     assert all(array.dtype == torch.bfloat16 for array in expected.values())
 
 
-TEXT = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 64,
-    "sliding_window": 5,
-}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 IMAGE = {"mm_tokens_per_image": 4, "boi_token_index": 37, "eoi_token_index": 38, "image_token_index": 39}
-MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3",
-        {"text_config": TEXT | {"layer_types": LAYER_TYPES}, "vision_config": VISION, **IMAGE},
-    ),
-    "mistral3": (
-        "mistral",
-        {
-            "text_config": TEXT | {"model_type": "mistral"},
-            "vision_config": VISION | {"model_type": "pixtral"},
-            "image_token_index": 39,
-            "tie_word_embeddings": False,
-        },
-    ),
-}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+TEXTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""The model type of the text in a multimodal model."""
 
 
-def _folder(path: Path, family: str) -> Any:
-    """Write a random multimodal model; return it."""
-    config = transformers.AutoConfig.for_model(family, **MULTIMODAL[family][1])
+def multimodal(family: str) -> Any:
+    """Return a random model of images and text."""
+    ties = {"tie_word_embeddings": family == "gemma3"}
+    text = {"model_type": TEXTS[family], **random_fields(TEXTS[family], 0), "vocab_size": 40, **ties}
+    text["final_logit_softcapping"] = None  # which transformers leaves out of a multimodal Gemma 3
+    vision = VISION | ({"model_type": "pixtral"} if family == "mistral3" else {})
+    fields = {"text_config": text, "vision_config": vision, **IMAGE, **ties}
+    config = transformers.AutoConfig.for_model(family, **fields)
     config._attn_implementation = config.text_config._attn_implementation = "eager"
-    model = randomised(transformers.AutoModelForImageTextToText.from_config(config).eval(), 0)
-    model.save_pretrained(path)
-    return model
+    return randomised(transformers.AutoModelForImageTextToText.from_config(config).eval(), 0)
 
 
 @pytest.mark.parametrize("spelling", ["as it is written", "of the modules"])
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize("family", TEXTS)
 def test_logits_are_those_of_the_whole_model_on_text(family: str, spelling: str, tmp_path: Path) -> None:
-    whole, folder = _folder(tmp_path / "folder", family), tmp_path / "folder"
+    whole, folder = multimodal(family), tmp_path / "folder"
+    whole.save_pretrained(folder)
     if spelling == "of the modules":  # in memory; also what some folders have
         tied = {"lm_head.weight"} if family == "gemma3" else set()
         stored = {key: value for key, value in whole.state_dict().items() if key not in tied}
@@ -521,7 +439,7 @@ def test_logits_are_those_of_the_whole_model_on_text(family: str, spelling: str,
     with pytest.raises(MapError, match=rf"model_type '{family}'.*text_only=True.*--text-only"):
         megackpt.import_huggingface(folder, tmp_path / "imported")
     report = megackpt.import_huggingface(folder, tmp_path / "imported", text_only=True)
-    assert report.map == MULTIMODAL[family][0]
+    assert report.map == TEXTS[family].removesuffix("_text")
     all_names = megackpt.load_tensors_metadata(folder).keys()
     assert set(report.left_out) == {name for name in all_names if "language" not in name} - {"lm_head.weight"}
     assert any("vision_tower" in name for name in report.left_out)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,33 +26,25 @@ from torch import Tensor, nn
 import megackpt
 from megackpt import CheckpointError, KeyRule, LoadOptions, Policy
 from megackpt.errors import MapError
-from megackpt.maps import family, weights_of
+from megackpt.maps import family
 from megackpt.testing.ranks import RankPool
-from megackpt.training.parallel import (
-    MicroBatch,
-    ParallelGroups,
-    ParallelLayout,
-    context_share,
-    forward_backward,
-)
-from models import GPTConfig, MTPConfig, build_gpt
+from megackpt.training.parallel import MicroBatch, ParallelGroups, ParallelLayout
+from models import MTPConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.effort import few, sampled
-from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
-from tests.support.huggingface_configs import RECURRENT, random_fields
+from tests.support.huggingface_configs import random_fields
 from tests.support.huggingface_folders import assert_same_tensors, declared, folder_tensors, write_folder
 from tests.support.huggingface_models import (
     RELATIVE,
     SCAN_RELATIVE,
+    Case,
     arrays_in_our_names,
-    assert_close,
-    fill,
-    logits_of,
+    check,
     part_in_our_names,
     random_config,
     random_model,
     randomise,
-    relative_error_of,
+    run,
     token_ids,
 )
 from tests.support.optimizers import Arrays, tensors_of
@@ -60,8 +52,6 @@ from tests.support.states import assembled, random_arrays
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
-Results: TypeAlias = list[tuple[Any, list[tuple[Any, ...]]]]
-"""Of one rank, for each model: logits, or None, and boxes of gradients. Arrays are numpy's."""
 WEIGHT = 0.3  # of the losses of further tokens
 ONE = ParallelGroups.create(ParallelLayout())
 LAYOUTS = {
@@ -107,15 +97,6 @@ def arrays_of(model: Any, layers: Sequence[nn.Module] = ()) -> Arrays:
     return arrays_in_our_names(model) | (further_arrays(layers, model.config) if layers else {})
 
 
-class Case(NamedTuple):
-    """A random model of transformers: our config, its weights, and what it computes."""
-
-    config: GPTConfig
-    weights: Mapping[str, Any]  # numpy's, which need no shared memory
-    logits: Tensor
-    gradients: Mapping[str, Tensor]
-
-
 @functools.cache
 def case(name: str, seed: int, further: int) -> Case:
     """Return a random model, with layers for so many further tokens."""
@@ -124,14 +105,16 @@ def case(name: str, seed: int, further: int) -> Case:
     mtp = MTPConfig(num_layers=further, loss_weight=WEIGHT) if further else None
     config = replace(gpt_config(json.loads(model.config.to_json_string())), make_vocab_divisible=1, mtp=mtp)
     weights = {key: array.detach().numpy().copy() for key, array in arrays_of(model, layers).items()}
+    tokens = token_ids(config.vocab_size)
+    batch = MicroBatch(tokens, tokens.flip(1).roll(3, 1))
     with torch.no_grad():
-        logits = model(token_ids(config.vocab_size), use_cache=False).logits
-    loss_of(model, layers, batch(config)).backward()
+        logits = model(tokens, use_cache=False).logits
+    loss_of(model, layers, batch).backward()
     with torch.no_grad():
         for param in [p for module in (model, *layers) for p in module.parameters()]:
             param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
-    gradients = arrays_of(model, layers)
-    return Case(config, weights, logits, {k: g for k, g in gradients.items() if "expert_bias" not in k})
+    gradients = {key: g for key, g in arrays_of(model, layers).items() if "expert_bias" not in key}
+    return Case(config, weights, batch, logits, gradients)
 
 
 def further_layer(model: Any, seed: int) -> nn.Module:
@@ -183,51 +166,6 @@ def loss_of(model: Any, layers: list[nn.Module], whole: MicroBatch) -> Tensor:
     return loss
 
 
-def batch(config: GPTConfig) -> MicroBatch:
-    tokens = token_ids(config.vocab_size)
-    return MicroBatch(tokens, tokens.flip(1).roll(3, 1))
-
-
-def run(
-    models: list[tuple[GPTConfig, Any]], layout: ParallelLayout, sequence_parallel: bool = False
-) -> Results:
-    """Return this rank's logits and gradients of each model."""
-    results = []
-    for config, weights in models:
-        groups = ParallelGroups.create(layout)
-        model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
-        entities = model.sharded_state_dict()
-        fill(entities, {key: torch.from_numpy(array) for key, array in weights.items()})
-        logits = logits_of(model, config, groups)
-        whole = batch(config)
-        own = (x.chunk(groups.dp.size)[groups.dp.rank] for x in whole)
-        share = MicroBatch(*(context_share(x, groups.cp, dim=1) for x in own))
-        forward_backward(model, [share], groups)
-        boxes = gradient_boxes(model, entities, groups)
-        results.append((logits, [(*box[:3], box.data.numpy()) for box in boxes]))
-    return results
-
-
-def check(ranks: list[Results], layout: ParallelLayout, cases: Iterable[Case], relative: float) -> None:
-    """Compare the results of all ranks with those of transformers; `relative` is for gradients."""
-    for expected, results in zip(cases, zip(*ranks, strict=True), strict=True):
-        compared = 0
-        for rank, (logits, _) in enumerate(results):
-            if logits is not None:
-                dp = layout.coordinates(rank).dp
-                assert_close(logits, expected.logits.chunk(layout.dp)[dp], relative_error_of(expected.config))
-                compared += 1
-        assert compared == layout.world_size // layout.pp
-        boxes = [Box(*box[:3], torch.from_numpy(box[3])) for _, own in results for box in own]
-        gradients = join(boxes)
-        for key in gradients.keys() & {"embedding.word_embeddings.weight", "output_layer.weight"}:
-            gradients[key], padding = gradients[key].split_with_sizes(
-                [expected.config.vocab_size, len(gradients[key]) - expected.config.vocab_size]
-            )
-            assert not padding.any()
-        assert_all_close(gradients, expected.gradients, relative=relative)
-
-
 def cases_of(model: str, seeds: Iterable[int]) -> list[Case]:
     return [case(MODELS[model].name, seed, MODELS[model].further) for seed in seeds]
 
@@ -235,8 +173,8 @@ def cases_of(model: str, seeds: Iterable[int]) -> list[Case]:
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_computes_logits_and_gradients_of_transformers(model: str) -> None:
     cases = cases_of(model, MODELS[model].alone)
-    ranks = [run([(made.config, made.weights) for made in cases], ParallelLayout())]
-    check(ranks, ParallelLayout(), cases, MODELS[model].relative)
+    answers = run(build_gpt, cases, ParallelLayout())
+    check(cases, [answers], ParallelLayout(), relative=MODELS[model].relative)
 
 
 @sampled(5)
@@ -247,31 +185,8 @@ def test_more_ranks_compute_logits_and_gradients_of_transformers(
     rank_pool: RankPool, model: str, name: str
 ) -> None:
     layout, cases = LAYOUTS[name], cases_of(model, MODELS[model].cut)
-    models = [(made.config, made.weights) for made in cases]
-    ranks = rank_pool.run(run, layout.world_size, models, layout, name.endswith("sequence"))
-    check(ranks, layout, cases, MODELS[model].relative)
-
-
-@sampled(3)
-@pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.parametrize("seed", range(5))
-def test_a_folder_loads_and_comes_back_from_a_checkpoint(name: str, seed: int, tmp_path: Path) -> None:
-    """Transformers writes a folder; our model loads it, and an export is bit-equal and loads there."""
-    written: Any = random_model(random_config(name, seed), seed)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    written.save_pretrained(tmp_path / "original")
-    model = build_gpt(case(name, seed, 0).config, ONE)
-    state = {"model": model.sharded_state_dict()}
-    megackpt.load(weights_of(state), tmp_path / "original", maps="auto")
-    fields = json.loads((tmp_path / "original" / "config.json").read_text())
-    megackpt.save(state["model"], tmp_path / "saved", content_metadata={"huggingface_config": fields})
-    arrays = {key: torch.from_numpy(array) for key, array in case(name, seed, 0).weights.items()}
-    assert_same_tensors(megackpt.load_plain_tensors(tmp_path / "saved"), arrays)
-    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
-    assert_same_tensors(folder_tensors(tmp_path / "folder"), folder_tensors(tmp_path / "original"))
-    read, notes = load(tmp_path / "folder", output_loading_info=True)
-    assert not any(notes.values()), notes
-    assert_same_tensors(dict(read.state_dict()), dict(written.state_dict()))
+    ranks = rank_pool.run(run, layout.world_size, build_gpt, cases, layout, name.endswith("sequence"))
+    check(cases, ranks, layout, relative=MODELS[model].relative)
 
 
 def test_the_layer_for_further_tokens_of_published_folders_is_loaded_and_written(tmp_path: Path) -> None:
