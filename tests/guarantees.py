@@ -395,8 +395,7 @@ GUARANTEES: Guarantees = {
             "parallelism) and reordered placements work."
         ): ["test_any_placement_loads_into_any_other", "test_ranks_without_elements_save_and_load"],
         "Equal copies are stored once; copies that differ are a `MismatchError`.": [
-            "test_copies_on_meshes_that_do_not_know_of_each_other_are_stored_once",
-            "test_such_copies_that_differ_raise_an_error_that_names_them",
+            "test_copies_on_meshes_that_do_not_know_of_each_other_are_compared_and_stored_once"
         ],
         "`load` returns the same values, on any number of ranks": [
             "test_another_number_of_ranks_loads_them",

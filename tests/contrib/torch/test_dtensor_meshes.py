@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from tests.contrib.torch.worlds import (
     state_of,
     train_step,
 )
+from tests.support.docs import ROOT, blocks_of
 from tests.support.effort import sampled
 
 Saved = dict[str, tuple[str, dict[str, Any], dict[str, Any]]]
@@ -216,7 +216,7 @@ def test_weights_of_megatron_style_layers_load_into_fsdp_over_tp(rank_pool: Rank
             assert torch.equal(weight, whole[: len(weight)]), key
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "torch.md"
+PAGE = ROOT / "docs" / "torch.md"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -226,10 +226,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def shown_functions() -> dict[str, Any]:
     """Run the block of the page that saves and resumes, and return what it defines."""
-    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    (block,) = (block for block in blocks if "def resume_training" in block)
+    (code,) = (block.code for block in blocks_of(PAGE.read_text()) if "def resume_training" in block.code)
     namespace: dict[str, Any] = {}
-    exec(block, namespace)
+    exec(code, namespace)
     return namespace
 
 

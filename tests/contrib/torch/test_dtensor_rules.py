@@ -100,64 +100,52 @@ def test_ranks_without_elements_save_and_load(rank_pool: RankPool, tmp_path: Pat
     assert rank_pool.run(_small, 4, str(tmp_path / "step")) == [[[0.0, 1.0], [], 5.0]] * 4
 
 
-def _copies(path: str, kind: str) -> list[float]:
-    """On each column of a grid the same array over the ranks of the column, which no mesh joins."""
+def _saves_of_copies(root: str) -> list[Any]:
+    """On each column of a grid the same array over the ranks of the column, which no mesh joins.
+
+    The copies differ, then are equal in two saves, of which the second finds its plan made; then they differ
+    again, and are no DTensors any more. Return what loads after that, and the errors.
+    """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    values = torch.arange(4.0) + (grid.get_coordinate()[1] if kind != "equal" else 0)
-    array = distribute_tensor(values, grid["dp"], [Shard(0)])
-    megackpt.save({"norm": array}, path, validate_access_integrity=kind != "unproven")
-    asked = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
-    megackpt.load({"norm": asked}, path)
-    return asked.full_tensor().tolist()
-
-
-def test_copies_on_meshes_that_do_not_know_of_each_other_are_stored_once(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    for kind in ("equal", "unproven"):  # without validation, those of the lowest rank
-        assert rank_pool.run(_copies, 4, str(tmp_path / kind), kind) == [[0.0, 1.0, 2.0, 3.0]] * 4
-    assert data_nbytes(tmp_path / "equal") == 16
-
-
-def test_such_copies_that_differ_raise_an_error_that_names_them(rank_pool: RankPool, tmp_path: Path) -> None:
-    for outcome in rank_pool.outcomes(_copies, 4, str(tmp_path / "step"), "unequal"):
-        assert isinstance(outcome.error, megackpt.MismatchError)
-        assert outcome.error.key == "norm"
-        assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in str(outcome.error)
-        assert "'norm[2:4]': ranks 2 and ranks 3 hold different values" in str(outcome.error)
-        assert "stages of a pipeline" in str(outcome.error)
-
-
-def _saves_of_one_structure(root: str) -> list[Any]:
-    """Four saves, of which some find their plan made; then copies differ, then are no DTensors any more."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    array = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
-    checkpointer = megackpt.Checkpointer(root)
-    for step in (1, 2):
-        array.to_local().fill_(step)
-        checkpointer.save(step, {"norm": array})
     row, column = grid.get_coordinate()
-    array.to_local().fill_(column)
+    array = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
+    asked = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
     unmarked = megackpt.ShardedTensor.from_rank_offsets("norm", torch.zeros(2), (0, row, 2))
-    texts = []
-    for step, norm in ((3, array), (4, unmarked)):
+    checkpointer, errors = megackpt.Checkpointer(root), []
+    for step, norm, value in (
+        (1, array, column),
+        (2, array, 2),
+        (3, array, 3),
+        (4, array, column),
+        (5, unmarked, 0),
+    ):
+        array.to_local().fill_(value)
         try:
             checkpointer.save(step, {"norm": norm})
         except megackpt.CheckpointError as error:
-            texts.append(str(error))
-    asked = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
+            errors.append(error)
     checkpointer.load({"norm": asked})
-    return [asked.full_tensor().tolist(), texts]
+    newest = asked.full_tensor().tolist()
+    array.to_local().fill_(7 + column)
+    megackpt.save({"norm": array}, f"{root}/unproven", validate_access_integrity=False)
+    megackpt.load({"norm": asked}, f"{root}/unproven")
+    return [newest, asked.full_tensor().tolist(), errors]
 
 
-def test_copies_are_compared_and_stored_once_with_a_plan_that_was_kept(
+def test_copies_on_meshes_that_do_not_know_of_each_other_are_compared_and_stored_once(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    for result, texts in rank_pool.run(_saves_of_one_structure, 4, str(tmp_path)):
-        assert result == [2.0] * 4
-        assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in texts[0]
-        assert "'norm': elements [0:4] are saved by more than one main replica" in texts[1]
-    for step in ("iter_0000001", "iter_0000002"):
+    for newest, unproven, (first, with_plan, unmarked) in rank_pool.run(_saves_of_copies, 4, str(tmp_path)):
+        assert newest == [3.0] * 4
+        assert unproven == [7.0] * 4  # without validation, those of the lowest rank
+        for error in (first, with_plan):
+            assert isinstance(error, megackpt.MismatchError)
+            assert error.key == "norm"
+            assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in str(error)
+            assert "'norm[2:4]': ranks 2 and ranks 3 hold different values" in str(error)
+            assert "stages of a pipeline" in str(error)
+        assert "'norm': elements [0:4] are saved by more than one main replica" in str(unmarked)
+    for step in ("iter_0000002", "iter_0000003"):
         assert data_nbytes(tmp_path / step) == 16
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megackpt
 from megackpt.testing.ranks import RankPool
@@ -134,18 +132,6 @@ def _save_files_of_fsdp2(folder: Path) -> None:
         torch.save(whole, folder.parent / "whole.pt")
 
 
-def _change_columns(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change the local part of the replicated DTensor in a rank's file."""
-    saved = torch.load(path, weights_only=False)
-    columns = saved["cuts"]["columns"]
-    spec = columns._spec
-    local = change(columns._local_tensor)
-    meta = spec.tensor_meta._replace(dtype=local.dtype)
-    spec = dataclasses.replace(spec, tensor_meta=meta)
-    saved["cuts"]["columns"] = DTensor(local, spec, requires_grad=False)
-    torch.save(saved, path)
-
-
 @sampled(2)
 def test_files_of_fsdp2_ranks_become_whole_arrays(rank_pool: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
@@ -154,14 +140,10 @@ def test_files_of_fsdp2_ranks_become_whole_arrays(rank_pool: RankPool, tmp_path:
     report = megackpt.import_torch(folder, tmp_path / "imported")
     assert report.left_out == ()
     assert same(full(megackpt.load({}, tmp_path / "imported")), full(torch.load(tmp_path / "whole.pt"))) == []
-    _change_columns(folder / "rank_3.pt", lambda columns: columns.add_(1))
+    state = torch.load(folder / "rank_3.pt", weights_only=False)
+    state["cuts"]["columns"]._local_tensor.add_(1)  # of which rank 1 has a copy
+    torch.save(state, folder / "rank_3.pt")
     with pytest.raises(megackpt.FormatError, match=r"'cuts.columns' has other bits than in .*rank_1"):
-        megackpt.import_torch(folder, tmp_path / "differing")
-    _change_columns(folder / "rank_3.pt", lambda columns: columns.double())
-    with pytest.raises(
-        megackpt.FormatError,
-        match=r"'cuts.columns' is an array of torch.float64 .*, and one of torch.float32",
-    ):
         megackpt.import_torch(folder, tmp_path / "differing")
     assert not (tmp_path / "differing").exists()
     (folder / "rank_3.pt").unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +81,20 @@ def with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
     return {names[id(param)] for param in model.parameters() if optimizer.state.get(param)}
 
 
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryStore:
+    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    return store
+
+
+def load_into(
+    model: nn.Module, optimizer: torch.optim.Optimizer, store: MemoryStore, *, is_loading: bool = True
+) -> None:
+    state = TorchState([model], [optimizer])
+    loaded = load(state.sharded_state_dict(is_loading=is_loading), store)
+    state.load_models(loaded)
+    state.load_optimizers(loaded)
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_names_have_no_wrappers_and_a_submodule_may_be_called_like_one(wrapper: str) -> None:
     model = WRAPPERS[wrapper](Towers())
@@ -107,17 +120,14 @@ def test_a_run_goes_on_bit_for_bit(
     last.requires_grad_(not frozen)
     if frozen:
         optimizer.zero_grad()
-    before = copy.deepcopy(with_state(model, optimizer))
-    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    before = with_state(model, optimizer)
+    store = saved(model, optimizer)
     assert with_state(model, optimizer) == before, "a save makes no state"
 
     again = WRAPPERS[loaded_as](Towers())
     next(param for param in reversed(list(again.parameters()))).requires_grad_(not frozen)
     other = OPTIMIZERS[make](again.parameters())
-    state = TorchState([again], [other])
-    loaded = load(state.sharded_state_dict(is_loading=True), store)
-    state.load_models(loaded)
-    state.load_optimizers(loaded)
+    load_into(again, other, store)
     assert with_state(again, other) == before
     # Thawed, both towers train on.
     for run, its_optimizer in ((model, optimizer), (again, other)):
@@ -135,14 +145,13 @@ def test_a_group_that_is_added_at_a_resume_keeps_its_settings(
     model = Towers()
     optimizer = torch.optim.AdamW(model.left.parameters(), lr=0.1, weight_decay=0.3)
     step(model, optimizer, "l", 0)
-    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    store = saved(model, optimizer)
     again = WRAPPERS[loaded_as](Towers())
     left, right = again.parameters()
     other = torch.optim.AdamW(
         [{"params": [right], "lr": 5.0}, {"params": [left], "lr": 1.0}], weight_decay=0.3
     )
-    state = TorchState([again], [other])
-    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    load_into(again, other, store)
     assert [group["lr"] for group in other.param_groups] == [5.0, 0.1]
     assert with_state(again, other) == {"left.weight"}
     assert "no state of the optimizer for:\n  module.0.weight" in caplog.text
@@ -153,12 +162,10 @@ def test_groups_that_were_one_are_an_error() -> None:
     model = Towers()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, "lm", 0)
-    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    store = saved(model, optimizer)
     other = torch.optim.AdamW([{"params": [param]} for param in model.parameters()])
-    state = TorchState([model], [other])
-    loaded = load(state.sharded_state_dict(is_loading=True), store)
     with pytest.raises(MismatchError, match="groups 0 and 1 were saved in one group, 0"):
-        state.load_optimizers(loaded)
+        load_into(model, other, store)
 
 
 @pytest.mark.parametrize("is_loading", [True, False])
@@ -172,10 +179,7 @@ def test_a_checkpoint_that_torchs_functions_have_named_loads(is_loading: bool) -
     save({"model": of_model, "optimizer": of_optimizer}, store := MemoryStore())
     again = Towers()
     other = torch.optim.AdamW(again.parameters(), lr=0.5)
-    state = TorchState([again], [other])
-    loaded = load(state.sharded_state_dict(is_loading), store)
-    state.load_models(loaded)
-    state.load_optimizers(loaded)
+    load_into(again, other, store, is_loading=is_loading)
     for run, its_optimizer in ((model, optimizer), (again, other)):
         step(run, its_optimizer, "lm", 1)
     assert weights(again) == weights(model)
@@ -200,12 +204,9 @@ def test_lbfgs_loads_into_one_that_has_taken_a_step(caplog: pytest.LogCaptureFix
         optimizer.step(closure)
 
     model, optimizer = trained(2)
-    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    store = saved(model, optimizer)
     again, other = trained(3)
-    state = TorchState([again], [other])
-    loaded = load(state.sharded_state_dict(is_loading=True), store)
-    state.load_models(loaded)
-    state.load_optimizers(loaded)
+    load_into(again, other, store)
     assert "no state of the optimizer" not in caplog.text
     step_with_closure(model, optimizer, 5)
     step_with_closure(again, other, 5)
@@ -217,14 +218,12 @@ def test_state_that_the_checkpoint_lacks_goes(caplog: pytest.LogCaptureFixture) 
     model = Towers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer, "lm", 0)
-    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
-    state = TorchState([model], [optimizer])
-    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    store = saved(model, optimizer)
+    load_into(model, optimizer, store)
     assert caplog.text == ""  # it never has state
     other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step(model, other, "lm", 1)
-    state = TorchState([model], [other])
-    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    load_into(model, other, store)
     assert with_state(model, other) == set()
     assert "no state of the optimizer for:\n  left.weight" in caplog.text
 
@@ -233,7 +232,6 @@ def test_state_of_parameters_that_the_optimizer_lacks_is_named(caplog: pytest.Lo
     model = Towers()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, "lm", 0)
-    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
-    state = TorchState([model], [torch.optim.AdamW(model.left.parameters())])
-    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    store = saved(model, optimizer)
+    load_into(model, torch.optim.AdamW(model.left.parameters()), store)
     assert "state of parameters that the optimizer does not have; it is left out:\n  module." in caplog.text

@@ -10,7 +10,6 @@ import io
 import pathlib
 import pickle
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 
 import megackpt
 from megackpt.contrib.megatron import dist_checkpointing
-from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
 
 
@@ -112,16 +110,3 @@ def test_values_of_frameworks_survive_a_save_and_conversions(name: str, backend:
     megackpt.convert(tmp_path / "c", tmp_path / "d", to=backend)
     for step in "bcd":
         assert difference(STATES[name](), megackpt.load_common_state_dict(tmp_path / step)) is None
-
-
-@dataclass
-class RunConfig:
-    """Stands for the configuration objects of Bridge and torchtitan, which these write as YAML or JSON."""
-
-    steps: int
-
-
-def test_a_configuration_object_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UnserializableError, match=r"run_config.*RunConfig") as error:
-        megackpt.save({"run_config": RunConfig(3)}, tmp_path / "a")
-    assert "register_codec" in str(error.value)
