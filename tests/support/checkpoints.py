@@ -96,8 +96,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 """What may become of a file."""
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def contents(directory: Path | Store) -> dict[str, bytes]:
     """Return all files by their names."""
+    if isinstance(directory, Store):
+        return {name: directory.read(name, max_bytes=1 << 30) for name in directory.names()}
     return {str(file.relative_to(directory)): file.read_bytes() for file in files_below(directory, "*")}
 
 

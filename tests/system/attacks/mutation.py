@@ -23,6 +23,7 @@ from megackpt.formats.documents import read_document
 from megackpt.formats.index_reader import open_index
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.identical import difference
+from tests.support.checkpoints import contents
 from tests.support.zarr_v1 import save_zarr_v1
 
 Files = dict[str, bytes]
@@ -51,7 +52,7 @@ def checkpoint(backend: tuple[str, int]) -> Files:
         save_zarr_v1(state, store)
     else:
         megackpt.save(state, store, backend)
-    return {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
+    return contents(store)
 
 
 def positions_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megackpt import AsyncOptions, Checkpointer, ShardedTensor
 from megackpt.comm import SingleProcess
-from tests.support.writers import open_saver_of
+from tests.support.writers import is_alive, open_saver_of
 
 RANKS = 2
 TENSORS = 8
@@ -63,7 +63,7 @@ class Notes:
         return self.directory / f"life-{self.life}.{name}"
 
 
-def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool) -> None:
+def save_one_step_after_the_other(root: Path, notes: Notes, async_save: bool) -> None:
     """Go on from the newest step, for ever; the value of every element is the number of the step."""
     # Not behind others, as in training: here nothing else is done.
     options = AsyncOptions(nice=0) if async_save else False
@@ -154,14 +154,6 @@ def await_end(pids: list[int], limit_s: float) -> float:
     return time.monotonic() - began
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def named_shared_memory(pid: int) -> list[str]:
     """Return what a process holds of /dev/shm that would stay there after it."""
     owned = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
@@ -181,7 +173,7 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(str(notes.directory / f"life-{notes.life}.store"), size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    save_one_step_after_the_other(Path(sys.argv[1]), notes, async_save=True)
+    save_one_step_after_the_other(Path(sys.argv[1]), notes, True)
 
 
 if __name__ == "__main__":

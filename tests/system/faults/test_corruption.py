@@ -26,6 +26,7 @@ from megackpt.formats.index_reader import WHOLE_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import contents
 from tests.support.effort import few
 from tests.support.states import filled
 
@@ -56,7 +57,7 @@ def original() -> Files:
     store = MemoryStore()
     common = {"step": 7, "table": torch.arange(20.0), "nested": {"a": [1, 2.5, None, "text"]}}
     save(request(empty=False) | common, store)
-    return {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
+    return contents(store)
 
 
 def damaged(files: Files, case: int) -> tuple[Files, str]:
@@ -130,7 +131,7 @@ def blockwise() -> Files:
     """A checkpoint whose index is too long to be read whole."""
     store = MemoryStore()
     save(of_parts(empty=False, parts=range(PARTS)), store)
-    files = {name: store.read(name, max_bytes=1 << 30) for name in store.names()}
+    files = contents(store)
     assert max(len(data) for name, data in files.items() if name.startswith("index")) > WHOLE_BYTES
     return files
 
@@ -208,7 +209,7 @@ def protected() -> Files:
         save(of_rank(group.rank, empty=False), store, options=SaveOptions(parity=3), group=group)
 
     SimulatedWorld(5).run(save_rank)
-    return {name: store.read(name, max_bytes=1 << 30) for name in store.names()}
+    return contents(store)
 
 
 def damaged_data(files: Files, case: int) -> tuple[Files, str, str]:

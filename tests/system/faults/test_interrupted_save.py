@@ -38,10 +38,6 @@ WRITERS_END_S = 120.0
 """Until the writers of killed ranks have ended; milliseconds, where the machine is not busy."""
 
 
-def run_job(root: Path, notes: Notes, async_save: bool) -> None:
-    save_one_step_after_the_other(root, notes, async_save=async_save)
-
-
 @pytest.mark.parametrize(
     "async_save",
     [False, pytest.param(True, marks=with_all("random kills of asynchronous saves take a minute"))],
@@ -58,7 +54,8 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_step_loadable(
         notes = Notes(tmp_path, kill)
         notes.put("go")
         pids = pool.pids(RANKS)
-        job = threading.Thread(target=pool.outcomes, args=(run_job, RANKS, root, notes, async_save))
+        arguments = (save_one_step_after_the_other, RANKS, root, notes, async_save)
+        job = threading.Thread(target=pool.outcomes, args=arguments)
         job.start()
         time.sleep(generator.uniform(0, notes.duration()))
         check_no_names(notes)

@@ -36,6 +36,7 @@ from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import contents
 from tests.support.effort import few
 from tests.support.huggingface_folders import saved_model
 from tests.training.models.test_huggingface_export import (
@@ -224,10 +225,6 @@ def saved_with_parity() -> Files:
     return contents(store)
 
 
-def contents(store: MemoryStore) -> Files:
-    return {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
-
-
 def loaded_rows(files: Files, *copies: MemoryStore) -> list[float]:
     asked = ShardedTensor.from_rank_offsets("rows", torch.zeros(6, 3))
     options = LoadOptions(on_corrupt="fallback", copies=copies)
@@ -280,15 +277,11 @@ megackpt.export_huggingface(
 """
 
 
-def contents_of_folder(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 def test_a_killed_process_leaves_no_half_model(tmp_path: Path) -> None:
     saved_model(tmp_path / "saved", LLAMA, 2)
     counted = FaultyStore(LocalStore(str(tmp_path / "whole")))
     export(tmp_path / "saved", counted, workers=2)
-    whole = contents_of_folder(tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
     chance = random.Random(0)
     for number, count in enumerate(chance.sample(range(len(counted.operations)), few(3, of=20))):
         target = tmp_path / f"folder{number}"
@@ -296,6 +289,6 @@ def test_a_killed_process_leaves_no_half_model(tmp_path: Path) -> None:
         process = subprocess.run([sys.executable, "-c", _KILLED, *arguments], check=False, timeout=120)
         assert process.returncode == 9
         if target.exists():
-            assert_listed_files_are_whole(contents_of_folder(target), whole)
+            assert_listed_files_are_whole(contents(target), whole)
         export(tmp_path / "saved", target)
-        assert contents_of_folder(target) == whole, count
+        assert contents(target) == whole, count

@@ -30,7 +30,6 @@ from megackpt import (
     CheckpointError,
     LocalTier,
     RankFailedError,
-    SaveOptions,
     ShardedTensor,
 )
 from megackpt.comm import Group, PeerBuffer
@@ -51,8 +50,9 @@ from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
 from tests.core.run.test_tier_steps import Run
 from tests.core.run.test_tier_steps import state as tier_state
+from tests.support.checkpoints import contents
 from tests.support.effort import tries_all, with_all
-from tests.support.writers import ORDER, Order, saver_of
+from tests.support.writers import OPTIONS, ORDER, Order, saver_of
 from tests.system.faults.test_kill_points import (
     STRATEGIES,
     Files,
@@ -66,7 +66,6 @@ from tests.system.faults.test_kill_points import (
 )
 
 NATIVE = STRATEGIES[0]
-OPTIONS = SaveOptions(timeout_s=20)
 
 
 class MortalGroup(StoreGroup):
@@ -409,11 +408,6 @@ def save_at_once(run: Run, nodes: Nodes, step: int) -> None:
         run.save(step, nodes=range(2))
 
 
-def files_of(run: Run) -> dict[str, bytes]:
-    paths = (path for path in run.base.rglob("*") if path.is_file())
-    return {str(path.relative_to(run.base)): path.read_bytes() for path in paths}
-
-
 def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_path: Path) -> None:
     """So that what is shown of the one holds for the other."""
     seen: list[tuple[dict[int, list[str]], Any]] = []
@@ -429,7 +423,7 @@ def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_p
             assert not any(save(run, nodes, 2) or [])
         # The number of writes of a row differs: staged parts are contiguous.
         steps = {rank: [text for text, _ in groupby(texts)] for rank, texts in nodes.seen.items()}
-        seen.append((steps, files_of(run)))
+        seen.append((steps, contents(run.base)))
     assert seen[0] == seen[1]
     assert all(len(of_rank) > 10 for of_rank in seen[0][0].values())
 

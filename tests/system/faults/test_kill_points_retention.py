@@ -15,6 +15,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import contents
 from tests.support.effort import with_all
 from tests.system.faults.test_kill_points import Files, Listening, numbered_attempt
 
@@ -56,7 +57,7 @@ def before() -> Files:
             with numbered_attempt(step):
                 checkpointer.save(step, state(step), metrics={"loss": LOSSES[step]})
         checkpointer.pin(1)
-    files = {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
+    files = contents(store)
     del files["iter_0000004/metadata.json"]
     return files | {TRACKER: b"3"}
 

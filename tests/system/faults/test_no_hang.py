@@ -28,13 +28,21 @@ from megackpt import (
     LocalTier,
     RankFailedError,
     SaveOptions,
-    ShardedTensor,
 )
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import tries_all, with_all
 from tests.support.states import filled, replica
-from tests.support.writers import ORDER, GatedStrategy, Order, is_alive, saver_of, wait_for, wait_for_writers
+from tests.support.writers import (
+    ORDER,
+    GatedStrategy,
+    Order,
+    OwnMistakeError,
+    is_alive,
+    saver_of,
+    wait_for,
+    wait_for_writers,
+)
 
 RANKS = 3
 TROUBLED = RANKS - 1
@@ -45,10 +53,6 @@ DEADLINE_S = 20 * TIMEOUT_S
 
 Trouble = Literal["raises", "dies", "sleeps"]
 Work = Literal["save", "overwrite", "load", "exchange"]
-
-
-class OwnMistakeError(Exception):
-    """What goes wrong on one rank."""
 
 
 def work(kind: Work, directory: Path, *, timeout_s: float = PATIENT_S) -> None:
@@ -130,10 +134,9 @@ def end_in_trouble(kind: Work, directory: Path, number: int, trouble: Trouble, r
     return elapsed
 
 
-KINDS: tuple[Work, ...] = ("save", "overwrite", "load", "exchange")
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])  # an exchange has rounds of its own: see test_exchange.py
+@pytest.mark.parametrize(
+    "kind", get_args(Work)[:3]
+)  # an exchange has rounds of its own: see test_exchange.py
 def test_a_rank_that_raises_at_any_step_is_named_on_all(
     rank_pool: RankPool, tmp_path: Path, kind: Work
 ) -> None:
@@ -153,7 +156,7 @@ def test_a_rank_that_is_lost_at_any_step_is_named_before_the_deadline(
     rank_pool.run(save_first, RANKS, tmp_path)
     moments = [
         (kind, number)
-        for kind in KINDS
+        for kind in get_args(Work)
         for number in range(rank_pool.run(count_steps, RANKS, kind, tmp_path)[TROUBLED])
     ]
     if not tries_all():
@@ -186,8 +189,7 @@ class Troubled(Checkpointer):
 
 def state(step: int) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    part = torch.full((64,), float(step))
-    return {"w": ShardedTensor.from_rank_offsets("w", part, (0, rank, size)), "step": step}
+    return {"w": filled(float(step), 64, rank=rank, ranks=size), "step": step}
 
 
 def started(

@@ -45,6 +45,7 @@ Victim = Literal[
 ]
 """A node is a rank and its writer."""
 
+RANKS = 2
 TIMEOUT_S = 10.0
 """Short of it, the seconds count that ranks give each other to say who is missing."""
 HANGS_S = 20 * TIMEOUT_S
@@ -163,34 +164,34 @@ def work_once(
         megackpt.load({"w": part(step)}, root.parent / "first", options=options)
 
 
-def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str]:
+def try_stop(pool: RankPool, stop: Stop, notes: Path) -> list[str]:
     """Stop the process at its moment; return what is wrong with what the others do then."""
     notes.mkdir()
     with contextlib.ExitStack() as stack:
-        pids = pool.pids(ranks)
-        lost: int | None = {"rank 0": 0, "last rank": ranks - 1}.get(stop.victim.removeprefix("node of "))
+        pids = pool.pids(RANKS)
+        lost: int | None = {"rank 0": 0, "last rank": RANKS - 1}.get(stop.victim.removeprefix("node of "))
         launched, port = stack.enter_context(store_process()) if stop.victim == "launcher" else (0, 0)
         outcomes: list[Any] = []
 
         def run() -> None:
             outcomes.extend(
-                pool.outcomes(work_until_stopped, ranks, stop.work, notes, port, timeout_s=2 * HANGS_S)
+                pool.outcomes(work_until_stopped, RANKS, stop.work, notes, port, timeout_s=2 * HANGS_S)
             )
 
         running = threading.Thread(target=run)
         running.start()
-        wait_for(lambda: len(list(notes.glob("ready.*"))) == ranks or not running.is_alive())
+        wait_for(lambda: len(list(notes.glob("ready.*"))) == RANKS or not running.is_alive())
         assert running.is_alive(), [o.trace for o in outcomes]
         time.sleep(stop.delay_s)
         victims = []
         if stop.victim == "launcher":
             victims.append(launched)
         if "writer" in stop.victim or "node" in stop.victim:
-            writer = notes / f"writer.{0 if stop.victim.endswith('0') else ranks - 1}"
+            writer = notes / f"writer.{0 if stop.victim.endswith('0') else RANKS - 1}"
             victims.append(int(writer.read_text()))
         if lost is not None:
             victims.append(pids[lost])
-        others = [rank for rank in range(ranks) if rank != lost]
+        others = [rank for rank in range(RANKS) if rank != lost]
         for victim in victims:
             stop_process(victim)
         limit = 2 * TIMEOUT_S + (NODE_S if "node" in stop.victim else 0.0)
@@ -214,7 +215,7 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
             print(f"{stop}: rank {rank} after {when - stopped:.1f} s: {text[:400]}")
             if tries_all() and when - stopped > limit:  # a busy machine may need longer
                 wrong.append(f"rank {rank} raised after {when - stopped:.1f} s: {text}")
-            is_victims = rank == (0 if stop.victim.endswith("0") else ranks - 1)  # its writer is stopped
+            is_victims = rank == (0 if stop.victim.endswith("0") else RANKS - 1)  # its writer is stopped
             message = text.replace(f"(seen by rank {rank})", "")
             if not stop.named.search(message) and not (is_victims and "writer" in stop.victim):
                 wrong.append(f"rank {rank} names another: {text}")
@@ -225,10 +226,10 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
     return [f"{stop}: {text}" for text in wrong]
 
 
-def try_all(cases: list[Stop], notes: Path, pool: RankPool, *, ranks: int) -> list[str]:
+def try_all(cases: list[Stop], notes: Path, pool: RankPool) -> list[str]:
     wrong = []
     for number, stop in enumerate(cases):
-        faults = try_stop(pool, stop, notes / str(number), ranks=ranks)
+        faults = try_stop(pool, stop, notes / str(number))
         print(f"{stop}: {faults or 'right'}", flush=True)  # so that a run that is cut short has a result
         wrong += faults
     return wrong
@@ -240,7 +241,7 @@ def test_a_process_that_is_stopped_at_any_moment_is_named_by_all_others(
     number = 0
     if not tries_all():
         cases = random.Random(number).sample(stops(7, number), 1)
-        assert try_all(cases, tmp_path, rank_pool, ranks=2) == []
+        assert try_all(cases, tmp_path, rank_pool) == []
         return
     cases = stops(CASES, number)
     random.Random(number).shuffle(cases)  # so that a run that is cut short has tried all kinds
@@ -251,7 +252,7 @@ def test_a_process_that_is_stopped_at_any_moment_is_named_by_all_others(
             for lane, pool in enumerate(pools):
                 (tmp_path / str(lane)).mkdir()
                 own_cases = cases[lane::LANES]
-                futures.append(threads.submit(try_all, own_cases, tmp_path / str(lane), pool, ranks=2))
+                futures.append(threads.submit(try_all, own_cases, tmp_path / str(lane), pool))
             wrong = [text for future in futures for text in future.result()]
     finally:
         for pool in pools:

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from megackpt import Checkpointer, DeclarationError, ShardedTensor, StorageError
+from megackpt import Checkpointer, DeclarationError, StorageError, load, save
 from megackpt.comm import Group, SingleProcess
 from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import contents
+from tests.support.states import filled
 
 RANKS = 2
 Reject = Callable[[Path], contextlib.AbstractContextManager[None]]
 
 
-def state(group: Group, value: float) -> dict[str, object]:
-    part = torch.full((1000,), value)
-    return {"w": ShardedTensor.from_rank_offsets("w", part, (0, group.rank, group.size)), "value": value}
+def state(group: Group, value: float, rows: int = 1000) -> dict[str, object]:
+    return {"w": filled(value, rows, rank=group.rank, ranks=group.size), "value": value}
 
 
 def mounted(mount: Path, *arguments: str) -> None:
@@ -45,10 +45,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     mounted(mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 @contextlib.contextmanager
@@ -116,13 +112,13 @@ def test_training_goes_on_after_a_failed_save_and_none_of_its_files_is_left(
             for step in (1, 2, 3):
                 if step == 2:
                     with reject(disk) if group.rank == 0 else contextlib.nullcontext():
-                        before = files_of(disk) if group.rank == 0 else {}
+                        before = contents(disk) if group.rank == 0 else {}
                         group.all_gather(b"")
                         made.append(checkpointer.maybe_save(2, lambda: state(group, 2.0)))
                         checkpointer.wait()
                         group.all_gather(b"")
                         if group.rank == 0:
-                            assert files_of(disk) == before
+                            assert contents(disk) == before
                             assert not (disk / "iter_0000002").is_dir()
                     assert checkpointer.load(state(group, 0.0))["value"] == 1.0
                 else:
@@ -138,6 +134,18 @@ def test_training_goes_on_after_a_failed_save_and_none_of_its_files_is_left(
     assert "Saving step 2 failed (rank " in caplog.text
     assert message in caplog.text
     assert Checkpointer(disk).steps() == (3,)
+
+
+def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_the_old_checkpoint_stays(
+    disk: Path,
+) -> None:
+    group = SingleProcess()
+    save(state(group, 1.0), disk / "c")
+    before = contents(disk / "c")
+    with pytest.raises(StorageError, match=r"No space left on device.*4,\d+,\d+ bytes were needed.*are free"):
+        save(state(group, 2.0, rows=1 << 20), disk / "c")
+    assert contents(disk / "c") == before
+    assert load(state(group, 0.0), disk / "c")["value"] == 1.0
 
 
 @pytest.mark.parametrize("options", [{}, {"on_error": "raise"}])
@@ -178,7 +186,7 @@ def test_a_missing_permission_is_a_warning_and_training_goes_on(
     if os.getuid() != 0:
         pytest.skip("only root can become somebody else")
     Checkpointer(open_directory).save(1, {"a": 1})
-    before = files_of(open_directory)
+    before = contents(open_directory)
     os.seteuid(65534)
     try:
         checkpointer = Checkpointer(open_directory, on_error="warn")
@@ -188,7 +196,7 @@ def test_a_missing_permission_is_a_warning_and_training_goes_on(
     finally:
         os.seteuid(0)
     assert "Permission denied" in caplog.text
-    assert files_of(open_directory) == before
+    assert contents(open_directory) == before
 
 
 WRITES = {"create", "open_writer", "writer.write", "writer.close", "write", "replace"}
@@ -217,9 +225,7 @@ def test_a_quota_that_is_reached_at_any_write_costs_one_save_and_no_step(
         if not is_saved:
             assert not [name for name in root.names() if "iter_0000002" in name]
         assert after.save(3, state(group, 3.0))
-        assert {
-            name for name in root.names() if "iter_000000" in name and "iter_0000003" not in name
-        } == set()
+        assert not [name for name in root.names() if "iter_000000" in name and "iter_0000003" not in name]
         if len(limited.operations) <= first:
             break
     # The last write of all, after the commit, is that of the tracker: without it the step is saved, too.
