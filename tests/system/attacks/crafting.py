@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -211,6 +212,12 @@ def _compress(directory: Path) -> None:
         edit_json(document, compressor={"id": "zlib", "level": 1})
         for chunk in document.parent.glob("[0-9]*"):
             chunk.write_bytes(zlib.compress(chunk.read_bytes()))
+
+
+def safetensors(header: Any, data: bytes = b"") -> bytes:
+    """Return a file of safetensors with a header, as JSON or its bytes, that need not fit its data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
 
 
 def edit_json(file: Path, **fields: Any) -> None:

@@ -23,6 +23,7 @@ from tests.system.attacks.crafting import (
     edit_manifest,
     field_is,
     put_named,
+    safetensors,
 )
 
 DEEP = 100_000
@@ -200,11 +201,6 @@ def tensors_are(location: Location, data: bytes) -> None:
     put_named(location, "common_tensors", data)
 
 
-def _header(entries: dict[str, Any], *, data: bytes = b"") -> bytes:
-    text = json.dumps(entries).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
 def _tensor(shape: list[int], offsets: list[int], dtype: str = "I64") -> dict[str, Any]:
     return {"0": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
@@ -216,19 +212,19 @@ attacks_with(
         "endless": struct.pack("<Q", 2**63 - 1) + b"{}",
         "wrapped": struct.pack("<Q", 2**64 - 1) + b"{}",
         "of_a_gigabyte": struct.pack("<Q", 2**30) + b"{}",
-        "deep": struct.pack("<Q", 2 * DEEP) + b"[" * DEEP + b"]" * DEEP,
-        "vast": _header(_tensor([2**40], [0, 2**43])),
-        "wrapping": _header(_tensor([2**32, 2**32], [0, 0])),
-        "backwards": _header(_tensor([4], [32, 0]), data=b"\0" * 32),
-        "with_a_gap": _header(_tensor([4], [8, 40]), data=b"\0" * 40),
-        "negative": _header(_tensor([-4], [0, -32])),
-        "of_no_dtype": _header(_tensor([4], [0, 32], "OBJ"), data=b"\0" * 32),
-        "of_another_width": _header(_tensor([4], [0, 32], "I8"), data=b"\0" * 32),
+        "deep": safetensors(b"[" * DEEP + b"]" * DEEP),
+        "vast": safetensors(_tensor([2**40], [0, 2**43])),
+        "wrapping": safetensors(_tensor([2**32, 2**32], [0, 0])),
+        "backwards": safetensors(_tensor([4], [32, 0]), b"\0" * 32),
+        "with_a_gap": safetensors(_tensor([4], [8, 40]), b"\0" * 40),
+        "negative": safetensors(_tensor([-4], [0, -32])),
+        "of_no_dtype": safetensors(_tensor([4], [0, 32], "OBJ"), b"\0" * 32),
+        "of_another_width": safetensors(_tensor([4], [0, 32], "I8"), b"\0" * 32),
         "without_the_tensor": save({"9": np.zeros(4, np.int64)}),
-        "truncated": _header(_tensor([4], [0, 32]), data=b"\0" * 8),
-        "overlapping": _header(
+        "truncated": safetensors(_tensor([4], [0, 32]), b"\0" * 8),
+        "overlapping": safetensors(
             _tensor([4], [0, 32]) | {"1": {"dtype": "I64", "shape": [4], "data_offsets": [0, 32]}},
-            data=b"\0" * 32,
+            b"\0" * 32,
         ),
         "twice": struct.pack("<Q", 96)
         + b'{"0":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"0":{"dtype":"I64","shape":[1],'.ljust(48)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
 from collections.abc import Callable
 from typing import Any
 
-from tests.system.attacks.crafting import HUGGINGFACE, Location, attack, attacks_with, edit_json
+from tests.system.attacks.crafting import HUGGINGFACE, Location, attack, attacks_with, edit_json, safetensors
 from tests.system.attacks.documents import DEEP, NAMES, SIZES
 
 INDEX = "model.safetensors.index.json"
@@ -82,11 +81,10 @@ attacks_with(
 )
 
 
-def folder_header(location: Location, text: bytes) -> None:
+def folder_header(location: Location, header: Any) -> None:
     path = location.directory / FIRST
     data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[start:])
+    path.write_bytes(safetensors(header, data[8 + int.from_bytes(data[:8], "little") :]))
 
 
 def header_field(field: str) -> Callable[[Location, Any], None]:
@@ -94,7 +92,7 @@ def header_field(field: str) -> Callable[[Location, Any], None]:
 
     def build(location: Location, value: Any) -> None:
         fields = {"dtype": "F32", "shape": [6, 8], "data_offsets": [0, 192], field: value}
-        folder_header(location, json.dumps({"block": fields}).encode())
+        folder_header(location, {"block": fields})
 
     return build
 

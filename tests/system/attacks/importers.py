@@ -37,7 +37,7 @@ from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.maps import family_of
 from tests.support.dcp_alone import ALONE
 from tests.system.attacks.mutation import HOSTILE, positions_in, replaced
-from tests.system.attacks.trial import in_child
+from tests.system.attacks.trial import in_child, virtual_bytes
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 MOST_BYTES = 1 << 30
@@ -557,7 +557,7 @@ def _outcome(name: str, seed: int, home: Path) -> str:
         before = shutil.copytree(folder, home / "before", symlinks=True)
     else:
         draw.choice(CHANGES)(file, draw)
-    limit = _virtual_bytes() + MOST_BYTES
+    limit = virtual_bytes() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _fill_new_memory()
     try:
@@ -587,10 +587,6 @@ def _fault_of_error(error: megackpt.CheckpointError, target: Path) -> str:
     if (target / "metadata.json").exists():
         return f"FAULT: an error, and a checkpoint: {error!s:.200}"
     return ""
-
-
-def _virtual_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _fill_new_memory() -> None:

@@ -21,6 +21,7 @@ from tests.system.attacks.crafting import (
     edit_entry,
     edit_index,
     put_named,
+    safetensors,
     set_rows,
 )
 
@@ -204,27 +205,22 @@ def header_is(location: Location, data: bytes) -> None:
     put_named(location, "index", data)
 
 
-def _file(entries: Any, data: bytes = b"") -> bytes:
-    text = json.dumps(entries).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
 HEADERS = {
     "endless": struct.pack("<Q", 2**63 - 1) + b"{}",
     "wrapped": struct.pack("<Q", 2**64 - 8) + b"{}",
     "short": b"\1",
     "nothing": b"",
-    "deep": struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
-    "a_list": _file([1]),
-    "vast": _file({"key.utf8": {"dtype": "U8", "shape": [2**60], "data_offsets": [0, 2**60]}}),
-    "wrapping": _file({"array": {"dtype": "I64", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
-    "without_elements": _file({"array": {"dtype": "I64", "shape": [2**62, 0], "data_offsets": [0, 0]}}),
-    "overlapping": _file(
+    "deep": safetensors(b"[" * 100_000 + b"]" * 100_000),
+    "a_list": safetensors([1]),
+    "vast": safetensors({"key.utf8": {"dtype": "U8", "shape": [2**60], "data_offsets": [0, 2**60]}}),
+    "wrapping": safetensors({"array": {"dtype": "I64", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
+    "without_elements": safetensors({"array": {"dtype": "I64", "shape": [2**62, 0], "data_offsets": [0, 0]}}),
+    "overlapping": safetensors(
         {n: {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]} for n in ("array", "start")}, b"\0" * 8
     ),
-    "bf16": _file({"array": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}, b"\0" * 8),
-    "f8": _file({"array": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}, b"\0" * 8),
-    "f4": _file({"array": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}, b"\0" * 8),
+    "bf16": safetensors({"array": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}, b"\0" * 8),
+    "f8": safetensors({"array": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}, b"\0" * 8),
+    "f4": safetensors({"array": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}, b"\0" * 8),
 }
 attacks_with(NATIVE, "the header of the index is {}", HEADERS, header_is)
 
@@ -246,12 +242,12 @@ attacks_with(NATIVE, "the head of the index is {}", HEADS, head_is)
 
 @attack(NATIVE, "a data file is shorter than its chunks")
 def data_file_is_short(location: Location) -> None:
-    os.truncate(location.only_file("data/*"), 4100)
+    os.truncate(location.onlysafetensors("data/*"), 4100)
 
 
 def torch_dist_rows(location: Location, offset: int) -> None:
     """All chunks begin near one offset of their files."""
-    note = location.only_file("megackpt-*.json")
+    note = location.onlysafetensors("megackpt-*.json")
     message = json.loads(note.read_bytes())
     file = location.directory / message["index"]["file"]
     columns = dict(load(file.read_bytes()))

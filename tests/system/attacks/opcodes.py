@@ -70,12 +70,8 @@ def tensor(
     number: str = "0",
 ) -> bytes:
     """Opcodes of a tensor of float32 that makes these claims; without any, of four numbers."""
-
-    def whole(n: int) -> bytes:
-        return b"\x8a\x08" + struct.pack("<q", n)
-
-    numbers = b"".join(b"(" + b"".join(map(whole, values)) + b"t" for values in (shape, stride))
-    return rebuilt(storage("FloatStorage", number, whole(numel)), whole(offset), numbers)
+    numbers = b"".join(b"(" + b"".join(map(number_of, values)) + b"t" for values in (shape, stride))
+    return rebuilt(storage("FloatStorage", number, number_of(numel)), number_of(offset), numbers)
 
 
 def number_of(number: int) -> bytes:

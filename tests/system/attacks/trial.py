@@ -307,7 +307,7 @@ def _listing(directory: Path) -> list[tuple[str, int]]:
 def _watched(attack: Attack, location: Location, base: Base, scratch: Path) -> dict[str, Any]:
     os.chdir(location.outside)  # a name that is taken relative to this would be found here
     before = _peak_bytes()
-    limit = _virtual_bytes() + MOST_BYTES
+    limit = virtual_bytes() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     own = (Path(megackpt.__file__).parents[1], location.directory.parent, scratch, base.good.parent)
     watch = Watch((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/null", *map(str, own)))
@@ -325,7 +325,7 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _virtual_bytes() -> int:
+def virtual_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
