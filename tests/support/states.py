@@ -53,6 +53,12 @@ def replica(value: float, *shape: int, key: str = "r", rank: int = 0) -> Sharded
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, value), replica_id=rank)
 
 
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says that it is on a device."""
+
+    is_cuda = property(lambda self: True)
+
+
 def freed(tensor: torch.Tensor, *, nbytes: int = 0) -> torch.Tensor:
     """Return a tensor after its storage was cut to some bytes, as FSDP does between two uses."""
     tensor.untyped_storage().resize_(nbytes)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
+from tests.support.states import OnDevice, replica
 from tests.support.writers import (
     OPTIONS,
     GatedStrategy,
@@ -172,15 +175,6 @@ def test_every_format_is_saved_asynchronously(rank_pool: RankPool, tmp_path: Pat
     rank_pool.run(save_in, 2, tmp_path, ["megackpt", "torch_dist", "zarr"])
 
 
-def descriptors_after_many(root: Path) -> list[int]:
-    def descriptors_after(number: int) -> int:
-        with Checkpointer(root / str(number), async_save=True) as checkpointer:
-            checkpointer.save(1, {"w": part(1.0)})
-        return len(os.listdir("/proc/self/fd"))
-
-    return [descriptors_after(number) for number in range(3)]
-
-
 class Damaged(Checkpointer):
     _writer_hook = "tests.support.writers:damaging_step_2"
 
@@ -220,6 +214,15 @@ def test_writers_verify_what_they_have_committed_each_its_share(rank_pool: RankP
     assert "iter_0000002 is damaged right after it was saved" in first
     assert "-00001.safetensors, 'w' [1000:2000, 0:10]" in first
     assert {file.name for file in tmp_path.glob("share-*")} == {"share-0-of-2", "share-1-of-2"}
+
+
+def descriptors_after_many(root: Path) -> list[int]:
+    counts = []
+    for number in range(3):
+        with Checkpointer(root / str(number), async_save=True) as checkpointer:
+            checkpointer.save(1, {"w": part(1.0)})
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
 
 
 def test_a_closed_checkpointer_leaves_no_connections(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -329,12 +332,8 @@ def test_a_writer_follows_staging_memory_that_is_replaced_again_and_again(tmp_pa
 
 def save_what_another_rank_has_changed(root: Path) -> None:
     def replicas(value: float, keys: str) -> dict[str, ShardedTensor]:
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.full((50, 7), value + ord(key)), replica_id=dist.get_rank()
-            )
-            for key in keys
-        }
+        rank = dist.get_rank()
+        return {key: replica(value + ord(key), 50, 7, key=key, rank=rank) for key in keys}
 
     with Checkpointer(root, async_save=True, save_options=OPTIONS) as checkpointer:
         for step, keys_of_1 in enumerate(("abcd", "ad", "abcd", "c", "ad"), 1):
@@ -353,71 +352,50 @@ def test_a_rank_whose_state_is_the_same_writes_by_a_new_plan_when_another_rank_h
     rank_pool.run(save_what_another_rank_has_changed, 2, tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_saves_gets_an_error(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, async_save=True)
-    checkpointer.save(1, {"w": torch.ones(4)})
-    checkpointer.wait()
+def answer_of_a_fork(act: Callable[[], object]) -> str:
+    """Return the error of what a forked child does, "" for none; it then ends without a word to pytest."""
     reader, writer = os.pipe()
     child = os.fork()
-    if child == 0:  # no pytest in the child: it ends without a word to it
+    if not child:
         try:
-            checkpointer.save(2, {"w": torch.ones(4)})
-        except DeclarationError as error:
-            os.write(writer, str(error).encode())
+            act()
+        except BaseException as error:  # noqa: BLE001 - the parent looks at it
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
-        assert "Create another Checkpointer here" in answer.read()
-    os.waitpid(child, 0)
-    checkpointer.save(3, {"w": torch.ones(4)})
-    checkpointer.close()
-    assert checkpointer.steps() == (1, 3)
+        text = answer.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return text
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_saves_gets_an_error_and_one_that_closes_its_copy_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    with single_process_checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, ones())
+        assert answer_of_a_fork(checkpointer.close) == ""  # it waits for nothing: it has none of the threads
+        checkpointer.save(2, ones())
+        checkpointer.wait()
+        text = answer_of_a_fork(lambda: checkpointer.save(3, ones()))
+        assert re.match("DeclarationError: .*Create another Checkpointer here", text)
+        checkpointer.save(4, ones())
+    assert checkpointer.steps() == (1, 2, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_starts_a_writer_of_its_own(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "parent", async_save=True) as checkpointer:
-        checkpointer.save(1, {"w": torch.ones(4)})  # its writer is idle then, and could be taken by another
-    child = os.fork()
-    if child == 0:
-        outcome = 1
-        try:
-            with Checkpointer(tmp_path / "child", async_save=True) as own:
-                own.save(1, {"w": torch.ones(4)})
-            outcome = 0
-        finally:
-            os._exit(outcome)
-    assert os.waitpid(child, 0)[1] == 0
+    def save(name: str, step: int) -> None:
+        with Checkpointer(tmp_path / name, async_save=True) as checkpointer:
+            checkpointer.save(step, {"w": torch.ones(4)})
+
+    save("parent", 1)  # its writer is idle then, and could be taken by another
+    assert answer_of_a_fork(lambda: save("child", 1)) == ""
     assert Checkpointer(tmp_path / "child").steps() == (1,)
-    with Checkpointer(tmp_path / "parent", async_save=True) as checkpointer:
-        checkpointer.save(2, {"w": torch.ones(4)})
-    assert checkpointer.steps() == (1, 2)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_closes_its_copy_of_a_checkpointer_changes_nothing(tmp_path: Path) -> None:
-    with single_process_checkpointer(tmp_path, async_save=True) as checkpointer:
-        checkpointer.save(1, ones())
-        child = os.fork()
-        if not child:  # it waits for nothing: it has none of the threads
-            outcome = 1
-            try:
-                checkpointer.close()
-                outcome = 0
-            finally:
-                os._exit(outcome)
-        assert os.waitpid(child, 0)[1] == 0
-        checkpointer.save(2, ones())
-        checkpointer.wait()
-        assert checkpointer.steps() == (1, 2)
-
-
-class OnDevice(torch.Tensor):
-    """A tensor in host memory that says that it is on a device."""
-
-    is_cuda = property(lambda self: True)
+    save("parent", 2)
+    assert Checkpointer(tmp_path / "parent").steps() == (1, 2)
 
 
 @pytest.mark.parametrize("error", [None, "no locked memory"])

@@ -6,6 +6,7 @@ Formats that take long to import are compared before any rank imports one.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ from megackpt import (
     save,
 )
 from megackpt.testing.ranks import RankPool
-from tests.support.states import filled
+from tests.support.states import filled, replica
 from tests.support.writers import wait_for_writers
 
 TIMEOUT_S = 200.0  # "at once" is before half of it
@@ -168,6 +169,50 @@ def test_calls_that_differ_are_an_error_on_all_ranks_that_names_the_difference(
         for name, (message, took) in of_rank.items():
             assert name in message, (name, message)
             assert took < TIMEOUT_S / 2, name
+
+
+def _load_differently(directory: str) -> dict[str, tuple[str, float]]:
+    rank = dist.get_rank()
+    both, own = dist.new_group([0, 1]), [dist.new_group([other]) for other in range(2)]
+
+    def loaded(exchange: Any = "auto", *, key: str = "w", more: Given | None = None, **arguments: Any) -> Any:
+        options = LoadOptions(timeout_s=TIMEOUT_S, exchange=exchange, **more or {})
+        asked = {"w": replica(0.0, 1 << 20, key=key, rank=rank)}
+        return lambda: load(asked, directory, options=options, **arguments)
+
+    given = {"exchange_group": None if rank else both}
+    save({"w": replica(1.0, 1 << 20, key="w", rank=rank)}, directory)
+    acts: dict[str, Callable[[], object]] = {
+        "ranks 0 and 1 differ in cpu_transfer": loaded("two_stage", more={"cpu_transfer": rank == 1}),
+        "MismatchError: .*exchange='all_to_all' and 'two_stage'": loaded(("all_to_all", "two_stage")[rank]),
+        "MismatchError: .*ranks plan different exchanges": loaded(
+            "all_to_all", more={"exchange_bytes": (1 + rank) << 20}
+        ),
+        "Rank 0 failed while preparing the load: exchange_group is given": loaded(**given),
+        "ranks 0 and 1 differ in whether they give an exchange_group": loaded("all_to_all", **given),
+        "the exchange_group of rank 0 is not that of each of its members": loaded(
+            "all_to_all", exchange_group=own[1] if rank else both
+        ),
+        "Rank 1 failed while preparing the load: exchange_group is 'tp'": loaded(
+            "all_to_all", exchange_group="tp" if rank else both
+        ),
+        "ranks 0 and 1 differ in what they do about missing keys": loaded(
+            strict=("raise_all", "assume_ok_unexpected")[rank]
+        ),
+        "Rank 1 failed while preparing the load: strict='lenient' is not a mode": loaded(
+            strict=("raise_all", "lenient")[rank]
+        ),
+        "MissingKeyError: Rank 1 failed while preparing the load: .*'v'": loaded(key="wv"[rank]),
+    }
+    return {name: caught(act) for name, act in acts.items()}
+
+
+def test_loads_that_differ_are_the_same_error_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(_load_differently, 2, str(tmp_path))
+    for name, (message, took) in first.items():
+        assert re.search(name, message, re.DOTALL), (name, message)
+        assert message == second[name][0]
+        assert took < TIMEOUT_S / 2, name
 
 
 IMPORTING_TIMEOUT_S = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import IntegrityError, LoadOptions, MismatchError, ShardedObject, ShardedTensor
+from megackpt import IntegrityError, LoadOptions, ShardedObject, ShardedTensor
 from megackpt.comm.process_groups import DeviceGroup
 from megackpt.engine.loading import exchange
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
+from tests.support.checkpoints import flip
 from tests.support.counting import CountingStore
 
 WAYS = ("all_to_all", "two_stage")
@@ -47,12 +49,11 @@ def save_replicated(directory: Path) -> None:
     megackpt.save(replicated(True), directory)
 
 
-def load_replicated(directory: Path, way: Any, **options: Any) -> tuple[int, bool]:
+def load_replicated(directory: Path, way: Any) -> tuple[int, bool]:
     """Return how many bytes this rank read, and whether it has got all the right ones."""
     store = CountingStore(directory)
-    loaded = megackpt.load(
-        replicated(False), store, options=LoadOptions(exchange=way, **{"exchange_bytes": 4 * MIB, **options})
-    )
+    options = LoadOptions(exchange=way, exchange_bytes=4 * MIB)
+    loaded = megackpt.load(replicated(False), store, options=options)
     is_right = all(torch.equal(loaded[key], t) for key, t in tensors().items())
     return store.nbytes, is_right and loaded["thing"] == {"seen": 3}
 
@@ -69,6 +70,7 @@ def data_nbytes(directory: Path) -> int:
 def test_a_fully_parallel_load_reads_each_byte_once_and_a_direct_one_on_every_rank(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
+    """What is damaged then is found by one reader, raised on all and named."""
     rank_pool.run(save_replicated, 8, tmp_path / "c")
     size = data_nbytes(tmp_path / "c")
     for way in ("direct", *WAYS):
@@ -80,48 +82,57 @@ def test_a_fully_parallel_load_reads_each_byte_once_and_a_direct_one_on_every_ra
             assert counted == (size, *[0] * 7)
         elif way == "all_to_all":
             assert max(counted) - size / 8 <= max(0.05 * size / 8, 256 * KIB)
+    file = max((tmp_path / "c" / "data").iterdir(), key=lambda f: f.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    for way in WAYS:
+        outcomes = rank_pool.outcomes(load_replicated, 8, tmp_path / "c", way)
+        (text,) = {str(outcome.error) for outcome in outcomes}
+        (rank,) = {getattr(outcome.error, "rank", None) for outcome in outcomes}
+        assert isinstance(outcomes[0].error, IntegrityError)
+        assert text.startswith(f"Rank {rank} failed while reading: ")
+        assert file.name in text
+        assert "failed too" not in text, "a rank that waits for another has not failed itself"
 
 
-def sharded_by_two(fill: bool, dp: int) -> dict[str, Any]:
-    """Return halves by tensor-parallel rank (columns, strided in the file for some), replicated over dp."""
+class BrokenStore(LocalStore):
+    def stream_into(self, *arguments: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    borrow = stream_into
+
+
+def load_in_groups(directory: Path, way: Any, broken: int | None) -> tuple[int, bool]:
+    """Load halves of columns by tensor-parallel rank, in two groups; one rank may have a broken store."""
     tp, replica = dist.get_rank() % 2, dist.get_rank() // 2
-    state: dict[str, Any] = {}
-    for key, whole in tensors().items():
-        if whole.ndim == 2 and not fill:
-            part = whole.chunk(2, dim=1)[tp]
-            state[key] = ShardedTensor.from_rank_offsets(
-                key, torch.zeros_like(part), (1, tp, 2), replica_id=replica
-            )
-        else:
-            part = whole if fill else torch.zeros_like(whole)
-            state[key] = ShardedTensor.from_rank_offsets(
-                key, part, replica_id=dist.get_rank() if fill else replica
-            )
-    return state
-
-
-def load_in_groups(directory: Path, way: Any) -> tuple[int, bool]:
-    groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
+    groups = [dist.new_group([first, first + 2]) for first in range(2)]
+    halves = {key: t.chunk(2, dim=1)[tp] if t.ndim == 2 else t for key, t in tensors().items()}
+    wanted = {
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.zeros_like(t), *([(1, tp, 2)] if t.ndim == 2 else []), replica_id=replica
+        )
+        for key, t in halves.items()
+    }
     store = CountingStore(directory)
-    wanted = sharded_by_two(False, 2)
+    used = BrokenStore(directory) if dist.get_rank() == broken else store
     options = LoadOptions(exchange=way, exchange_bytes=2 * MIB)
-    megackpt.load(wanted, store, options=options, exchange_group=groups[dist.get_rank() % 2])
-    tp = dist.get_rank() % 2
-    is_right = all(
-        torch.equal(wanted[key].data, t.chunk(2, dim=1)[tp] if t.ndim == 2 else t)
-        for key, t in tensors().items()
-    )
-    return store.nbytes, is_right
+    megackpt.load(wanted, used, options=options, exchange_group=groups[tp])
+    return store.nbytes, all(torch.equal(wanted[key].data, t) for key, t in halves.items())
 
 
-def test_groups_side_by_side_read_each_byte_once_per_group(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_groups_side_by_side_read_each_byte_once_per_group_and_raise_the_failure_of_one_in_all(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     rank_pool.run(save_replicated, 4, tmp_path / "c")
     size = sum(t.nbytes for t in tensors().values())
     for way in WAYS:
-        counted, right = zip(*rank_pool.run(load_in_groups, 4, tmp_path / "c", way), strict=True)
+        counted, right = zip(*rank_pool.run(load_in_groups, 4, tmp_path / "c", way, None), strict=True)
         assert all(right)
         # A column of a matrix lies in every block of its file range, so each group reads all blocks.
         assert [counted[0] + counted[2], counted[1] + counted[3]] == [size, size]
+    for outcome in rank_pool.outcomes(load_in_groups, 4, tmp_path / "c", "all_to_all", 3):
+        assert isinstance(outcome.error, megackpt.CheckpointError)
+        assert "Rank 3 failed while reading: OSError: [Errno 5]" in str(outcome.error)
+        assert outcome.error.rank == 3
 
 
 def load_transposed_and_cast(directory: Path, way: Any) -> bool:
@@ -154,76 +165,6 @@ def test_what_is_exchanged_goes_into_views_casts_and_flat_ranges(
     rank_pool.run(save_replicated, ranks, tmp_path / "c")
     for way in WAYS:
         assert all(rank_pool.run(load_transposed_and_cast, ranks, tmp_path / "c", way))
-
-
-def damage(directory: Path) -> str:
-    """Change a byte in the middle of the largest data file; return its name."""
-    file = max((directory / "data").iterdir(), key=lambda f: f.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    return file.name
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_damage_that_one_reader_finds_is_raised_on_all_and_names_it(
-    rank_pool: RankPool, tmp_path: Path, way: str
-) -> None:
-    rank_pool.run(save_replicated, 4, tmp_path / "c")
-    name = damage(tmp_path / "c")
-    outcomes = rank_pool.outcomes(load_replicated, 4, tmp_path / "c", way)
-    texts = {str(outcome.error) for outcome in outcomes}
-    assert len(texts) == 1
-    (text,) = texts
-    (rank,) = {getattr(outcome.error, "rank", None) for outcome in outcomes}
-    assert isinstance(outcomes[0].error, IntegrityError)
-    assert text.startswith(f"Rank {rank} failed while reading: ")
-    assert name in text
-    assert "failed too" not in text, "a rank that waits for another has not failed itself"
-
-
-class BrokenStore(LocalStore):
-    def stream_into(self, *arguments: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
-    borrow = stream_into
-
-
-def load_in_groups_with_damage(directory: Path) -> None:
-    groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
-    store = BrokenStore(directory) if dist.get_rank() == 3 else LocalStore(directory)
-    options = LoadOptions(exchange="all_to_all", exchange_bytes=MIB)
-    megackpt.load(
-        sharded_by_two(False, 2), store, options=options, exchange_group=groups[dist.get_rank() % 2]
-    )
-
-
-def test_a_failure_in_one_group_is_raised_in_all_groups(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save_replicated, 4, tmp_path / "c")
-    for outcome in rank_pool.outcomes(load_in_groups_with_damage, 4, tmp_path / "c"):
-        assert isinstance(outcome.error, megackpt.CheckpointError)
-        assert "Rank 3 failed while reading: OSError: [Errno 5]" in str(outcome.error)
-        assert outcome.error.rank == 3
-
-
-def load_in_different_ways(directory: Path) -> None:
-    way: Any = WAYS[dist.get_rank()]
-    megackpt.load(replicated(False), directory, options=LoadOptions(exchange=way))
-
-
-def load_with_different_bounds(directory: Path) -> None:
-    options = LoadOptions(exchange="all_to_all", exchange_bytes=(1 + dist.get_rank()) * MIB)
-    megackpt.load(replicated(False), directory, options=options)
-
-
-def test_ranks_that_choose_different_exchanges_raise_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save_replicated, 2, tmp_path / "c")
-    for outcome in rank_pool.outcomes(load_in_different_ways, 2, tmp_path / "c"):
-        assert isinstance(outcome.error, MismatchError)
-        assert "exchange='all_to_all' and 'two_stage'" in str(outcome.error)
-    for outcome in rank_pool.outcomes(load_with_different_bounds, 2, tmp_path / "c"):
-        assert isinstance(outcome.error, MismatchError)
-        assert "ranks plan different exchanges" in str(outcome.error)
 
 
 def load_with_unlike_memberships(directory: Path, way: Any) -> bool:
@@ -266,10 +207,11 @@ def state(device: str, fill: bool) -> dict[str, Any]:
 
 def load_to(directory: Path, device: str, way: Any, cpu_transfer: bool) -> int:
     """Return how many broadcasts went from device to device on this rank."""
-    if device != "cpu":
+    if device == "cuda":
         torch.cuda.set_device(0)
-    megackpt.save(state(device, True), directory)
-    wanted = state(device, False)
+    place = "cpu" if device == "as if on a device" else device
+    megackpt.save(state(place, True), directory)
+    wanted = state(place, False)
     sent = []
     plain = DeviceGroup.broadcast
 
@@ -278,42 +220,31 @@ def load_to(directory: Path, device: str, way: Any, cpu_transfer: bool) -> int:
         sent.append(arrived.device.type)
         return arrived
 
-    with patch.object(DeviceGroup, "broadcast", counted):
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(DeviceGroup, "broadcast", counted))
+        if place != device:
+            patches.enter_context(patch.object(exchange, "_has_device", lambda wanted: b"device"))
         options = LoadOptions(exchange=way, exchange_bytes=1 << 20, cpu_transfer=cpu_transfer)
         megackpt.load(wanted, directory, options=options, exchange_group=dist.group.WORLD)
-    for key, true in state(device, True).items():
+    for key, true in state(place, True).items():
         assert torch.equal(wanted[key].data, true.data)
-    assert all(kind == device for kind in sent)
+    assert all(kind == place for kind in sent)
     return len(sent)
 
 
-def test_on_the_host_cpu_transfer_changes_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert rank_pool.run(load_to, 2, tmp_path / "c", "cpu", "two_stage", False) == [0, 0]
-
-
-def load_as_if_on_a_device(directory: Path) -> int:
-    """Take the path of device tensors with the host as the device; return how many broadcasts there were."""
-    with patch.object(exchange, "_has_device", lambda wanted: b"device"):
-        return load_to(directory, "cpu", "two_stage", False)
-
-
-def test_the_given_group_itself_broadcasts_where_nothing_goes_through_the_host(
-    rank_pool: RankPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("device", "way", "cpu_transfer", "broadcasts"),
+    [
+        ("cpu", "two_stage", False, False),
+        ("as if on a device", "two_stage", False, True),
+        *(pytest.param("cuda", way, True, False, marks=pytest.mark.gpu) for way in WAYS),
+        # The ranks share a device here, which gloo can broadcast on and NCCL rejects.
+        pytest.param("cuda", "two_stage", False, True, marks=pytest.mark.gpu),
+    ],
+)
+def test_the_given_group_itself_broadcasts_what_is_on_devices_unless_it_goes_through_the_host(
+    rank_pool: RankPool, tmp_path: Path, device: str, way: str, cpu_transfer: bool, broadcasts: bool
 ) -> None:
-    first, second = rank_pool.run(load_as_if_on_a_device, 2, tmp_path / "c")
-    assert first == second > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_tensors_on_a_device_are_loaded_through_the_host(
-    rank_pool: RankPool, tmp_path: Path, way: str
-) -> None:
-    assert rank_pool.run(load_to, 2, tmp_path / "c", "cuda", way, True) == [0, 0]
-
-
-@pytest.mark.gpu
-def test_tensors_on_a_device_are_broadcast_between_devices(rank_pool: RankPool, tmp_path: Path) -> None:
-    # The ranks share a device here, which gloo can broadcast on and NCCL rejects.
-    first, second = rank_pool.run(load_to, 2, tmp_path / "c", "cuda", "two_stage", False)
-    assert first == second > 0
+    first, second = rank_pool.run(load_to, 2, tmp_path / "c", device, way, cpu_transfer)
+    assert first == second
+    assert (first > 0) == broadcasts

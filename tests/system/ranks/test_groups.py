@@ -16,9 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megackpt import RankFailedError
-from megackpt.comm import (
-    TorchGroup,
-)
+from megackpt.comm import TorchGroup
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import StoreAddress, connect_store
@@ -72,16 +70,10 @@ def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path) -> None:
         assert int(before) > int(after) == 0
 
 
-def begin_at_different_times() -> None:
+def look_when_it_is_idle() -> None:
     rank, group = dist.get_rank(), TorchGroup(timeout_s=60)
     assert group.is_idle
-    begun = group.begin_all_reduce_max([rank], step=b"one") if rank else None
-    dist.barrier()
-    is_idle = group.is_idle
-    dist.barrier()  # rank 0 does not begin before rank 1 has looked
-    assert is_idle == (rank == 0)  # what rank 1 has begun cannot be over
-    begun = begun or group.begin_all_reduce_max([rank], step=b"one")
-    assert begun() == [1]
+    assert group.all_reduce_max([rank], step=b"one") == [1]
     assert group.is_idle
     child = os.fork()
     if not child:
@@ -90,24 +82,16 @@ def begin_at_different_times() -> None:
     group.close()
     with pytest.raises(RankFailedError, match="closed"):
         group.all_gather(b"")
+    broken_off = TorchGroup(timeout_s=60)
+    with pytest.raises(RankFailedError):
+        broken_off.gather(b"") if rank else broken_off.all_gather(b"")
+    assert rank == 0 or not broken_off.is_idle
 
 
-def test_a_group_is_idle_unless_something_is_under_way(rank_pool: RankPool) -> None:
-    rank_pool.run(begin_at_different_times, 2)
-
-
-def break_off() -> None:
-    group = TorchGroup(timeout_s=60)
-    if dist.get_rank() == 0:
-        group.all_gather(b"")
-    else:
-        with pytest.raises(RankFailedError):
-            group.gather(b"")
-        assert not group.is_idle
-
-
-def test_a_group_in_which_a_collective_was_broken_off_is_not_idle(rank_pool: RankPool) -> None:
-    assert rank_pool.outcomes(break_off, 2)[1].error is None
+def test_a_group_is_idle_unless_it_is_of_another_process_or_a_collective_was_broken_off(
+    rank_pool: RankPool,
+) -> None:
+    rank_pool.run(look_when_it_is_idle, 2)
 
 
 _CALLER = """

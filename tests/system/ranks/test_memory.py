@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,28 +27,15 @@ from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import GPT, GPTConfig
 from tests.benchmarks import bench_memory
 from tests.benchmarks.peers.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
-from tests.benchmarks.peers.counters import peak_above
+from tests.benchmarks.peers.counters import peak_above, resident_bytes
 from tests.support.effort import sampled
+from tests.support.states import OnDevice, filled
 from tests.support.zarr_v1 import copy_as_zarr_v1
 
 MIB = 1 << 20
 STATE_BYTES = 1024 * MIB
 TENSORS = 16
 ALLOWED_BYTES = 64 * MIB
-
-
-def resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
-
-
-def start_of_peak() -> int:
-    """Start to measure a peak of resident memory; return how much is resident now."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not serve unseen
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
 def warm_up(directory: Path, options: LoadOptions | None = None) -> None:
@@ -63,14 +51,9 @@ def peak_beyond_the_state(directory: Path, loading: bool) -> tuple[int, int]:
     tensors = [torch.full((numel,), float(i)) for i in range(TENSORS)]
     state = {str(i): ShardedTensor.from_rank_offsets(f"t{i}", t) for i, t in enumerate(tensors)}
     warm_up(directory.with_name("warm"))
-    before = start_of_peak()
-    if loading:
-        for tensor in tensors:
-            tensor.zero_()
-        megackpt.load(state, directory)
-    else:
-        megackpt.save(state, directory)
-    extra = resident("VmHWM") - before
+    for tensor in tensors if loading else ():
+        tensor.zero_()
+    extra = peak_above(partial(megackpt.load if loading else megackpt.save, state, directory))
     assert all(bool((t == float(i)).all()) for i, t in enumerate(tensors))  # itself needs memory
     return extra, sum(t.nbytes for t in tensors)
 
@@ -94,9 +77,7 @@ def peak_of_a_resharded_load(directory: Path, kind: str) -> int:
             )
             for s, p in zip(starts, parts, strict=True)
         ]
-    before = start_of_peak()
-    megackpt.load({"w": asked}, directory)
-    extra = resident("VmHWM") - before
+    extra = peak_above(partial(megackpt.load, {"w": asked}, directory))
     assert all(torch.equal(a, b) for a, b in zip(target.split(512), array.split(512), strict=True))
     return extra
 
@@ -133,12 +114,6 @@ def staged_bytes(format_: str, kind: str) -> int:
     """Return what docs/performance.md promises, and 4 MiB for stacks and heaps of threads."""
     tensors = SAVED_BYTES // 4096 if kind == "tensors of 4 KiB" else 16
     return WRITTEN_AT_ONCE[format_] * 28 * MIB + tensors * OF_A_TENSOR_BYTES[format_] + 4 * MIB
-
-
-class OnDevice(torch.Tensor):
-    """A tensor in host memory that says that it is on a device."""
-
-    is_cuda = property(lambda self: True)
 
 
 def added_on_a_device(directory: Path, format_: str) -> int:
@@ -200,7 +175,7 @@ def what_is_held_after_rounds(directory: Path) -> list[tuple[int, int, int]]:
             tensors[0].zero_()
             checkpointer.load(state)
             threads, descriptors = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
-            held.append((resident("VmRSS"), descriptors, threads))
+            held.append((resident_bytes() or 0, descriptors, threads))
     return held
 
 
@@ -216,39 +191,39 @@ def test_60_saves_and_loads_leave_no_memory_no_descriptor_and_no_thread(
     assert left[1:] == [0, 0]
 
 
-def peak_of_an_exchange(directory: Path, way: Any, exchange_bytes: int, tensors: int) -> int:
-    """Return by how much loading what all ranks hold raised resident memory on this rank."""
-    numel = 32 * MIB // 4
-    data = [torch.full((numel,), float(i)) for i in range(tensors)]
+EXCHANGED_BYTES = 32 * MIB  # of a tensor
+
+
+def peak_of_an_exchange(directory: Path, way: Any, exchange_bytes: int) -> int:
+    """Return by how much loading six tensors that all ranks hold raised resident memory on this rank."""
+    data = [torch.full((EXCHANGED_BYTES // 4,), float(i)) for i in range(6)]
     state = {
         str(i): ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=dist.get_rank())
         for i, t in enumerate(data)
     }
     options = LoadOptions(exchange=way, exchange_bytes=exchange_bytes)
-    if not directory.exists():
-        megackpt.save(state, directory)
+    megackpt.save(state, directory)
     warm_up(directory.with_name("warm"), options)
     for tensor in data:
         tensor.zero_()
-    before = start_of_peak()
-    megackpt.load(state, directory, options=options)
-    extra = resident("VmHWM") - before
+    extra = peak_above(partial(megackpt.load, state, directory, options=options))
     assert all(bool((t == float(i)).all()) for i, t in enumerate(data))
     return extra
 
 
-def test_a_two_stage_load_adds_at_most_two_of_the_largest_tensors(
-    rank_pool: RankPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("way", "exchange_bytes", "most"),
+    [
+        ("two_stage", 1024 * MIB, 2 * EXCHANGED_BYTES),  # two of the largest tensors
+        ("all_to_all", 16 * MIB, 16 * MIB),  # its buffers
+    ],
+)
+def test_an_exchange_keeps_within_its_buffers(
+    rank_pool: RankPool, tmp_path: Path, way: str, exchange_bytes: int, most: int
 ) -> None:
-    extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", "two_stage", 1024 * MIB, 6)
-    print(f"two-stage: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
-    assert max(extra) <= 2 * 32 * MIB + 8 * MIB  # 8 MiB: messages, threads, plans
-
-
-def test_an_exchange_keeps_within_its_buffers(rank_pool: RankPool, tmp_path: Path) -> None:
-    extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", "all_to_all", 16 * MIB, 6)
-    print(f"all_to_all: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
-    assert max(extra) <= 16 * MIB + 8 * MIB
+    extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", way, exchange_bytes)
+    print(f"{way}: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
+    assert max(extra) <= most + 8 * MIB  # messages, threads, plans
 
 
 CHUNK_BYTES = int(os.environ.get("MEGACKPT_TEST_CHUNK_MIB", "192")) * MIB
@@ -270,9 +245,7 @@ def peak_of_a_conversion(source: Path, target: Path, strategy: tuple[str, int]) 
     warm = source.with_name(f"warm-{target.name}")  # what is imported lazily is no memory of the conversion
     megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(10))}, warm, strategy)
     megackpt.convert(warm, warm.with_name(f"{warm.name}-again"), NATIVE)
-    before = start_of_peak()
-    megackpt.convert(source, target, strategy)
-    return resident("VmHWM") - before
+    return peak_above(partial(megackpt.convert, source, target, strategy))
 
 
 @sampled(6)
@@ -294,23 +267,23 @@ def test_converting_long_chunks_adds_at_most_100_mib(
 
 
 class Traffic:
-    """Counts every call of a process group and the bytes of the tensors that it is given."""
+    """The calls of a process group, and the bytes of the tensors that they are given."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.nbytes = 0
-        self._observed = observed(COLLECTIVE_METHODS + MESSAGE_METHODS, self._note)
 
-    def __enter__(self) -> Traffic:
-        self._observed.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._observed.__exit__(*error)
-
-    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+    def note(self, name: str, args: tuple[Any, ...]) -> None:
         self.calls.append(name)
         self.nbytes += _tensor_bytes(args)
+
+
+@contextmanager
+def counted_traffic() -> Iterator[Traffic]:
+    """Count the calls of this process while the block runs."""
+    traffic = Traffic()
+    with observed(COLLECTIVE_METHODS + MESSAGE_METHODS, traffic.note):
+        yield traffic
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -348,7 +321,7 @@ def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str]
     model = GPT(config, groups)
     optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.AdamW(g), groups)
     megackpt.save({}, directory)  # makes the process group, once
-    with Traffic() as traffic:
+    with counted_traffic() as traffic:
         sharded = model.sharded_state_dict()
         state = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded)}
         declaring = list(traffic.calls)
@@ -374,12 +347,9 @@ def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
     megackpt.save({}, directory)  # makes the process group, once
     for number in range(4):
         rows = 2 + number % 2
-        value = torch.full((rows,), float(number))
-        shard = megackpt.ShardedTensor.from_rank_offsets(
-            "w", value, (0, dist.get_rank(), dist.get_world_size())
-        )
+        shard = filled(float(number), rows, rank=dist.get_rank(), ranks=dist.get_world_size())
         noted = megackpt.ShardedObject("o", "x" * number, (1,), (0,), replica_id=dist.get_rank())
-        with Traffic() as traffic:
+        with counted_traffic() as traffic:
             strategy = StopAfterPlanning(traffic)
             megackpt.save({"w": shard, "o": noted, "step": number}, directory, strategy, plans=plans)
         assert strategy.at_end_of_planning is not None

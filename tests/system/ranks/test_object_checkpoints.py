@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megackpt.comm import Group, SingleProcess
 from megackpt.errors import UnsupportedError
 from megackpt.run import check_is_distributed_checkpoint
 from megackpt.run.checkpointer import StepList
-from megackpt.storage import MemoryStore, ObjectOptions, ObjectStore
+from megackpt.storage import MemoryStore, ObjectOptions, ObjectStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
@@ -39,28 +40,41 @@ def weight(seed: int) -> torch.Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
 
 
-def state(rank: int, ranks: int, *, axis: int, seed: int | None) -> dict[str, object]:
+def state(rank: int = 0, ranks: int = 1, *, axis: int = 0, seed: int | None = None) -> dict[str, Any]:
     """Return this rank's part of the weight of a seed, cut along an axis; zeros to be filled, without one."""
     whole = torch.zeros(ROWS, COLUMNS) if seed is None else weight(seed)
     part = whole.chunk(ranks, axis)[rank].clone()
     return {"w": ShardedTensor.from_rank_offsets("w", part, (axis, rank, ranks)), "seed": seed}
 
 
-def is_loaded(loaded: dict[str, object], rank: int, ranks: int, *, axis: int, seed: int) -> bool:
+def own_state(axis: int = 0, seed: int | None = None) -> dict[str, Any]:
+    return state(dist.get_rank(), dist.get_world_size(), axis=axis, seed=seed)
+
+
+def is_loaded(loaded: dict[str, Any], seed: int, rank: int = 0, ranks: int = 1, *, axis: int = 0) -> bool:
     return loaded["seed"] == seed and torch.equal(loaded["w"], weight(seed).chunk(ranks, axis)[rank])
+
+
+def is_own_loaded(loaded: dict[str, Any], seed: int, axis: int) -> bool:
+    return is_loaded(loaded, seed, dist.get_rank(), dist.get_world_size(), axis=axis)
+
+
+def holds(store: str | ObjectStore, seed: int) -> bool:
+    """Return whether one process loads the weight of this seed."""
+    return is_loaded(megackpt.load(state(), store, group=SingleProcess()), seed)
+
+
+def save_alone(store: Store, seed: int) -> None:
+    megackpt.save(state(seed=seed), store, group=SingleProcess())
 
 
 # Ranks.
 
 
 def _save_and_reshard(url: str, options: ObjectOptions) -> list[bool]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     store = ObjectStore(url, options=options)
-    megackpt.save(state(rank, ranks, axis=0, seed=1), store)
-    results = []
-    for axis in (0, 1):
-        loaded = megackpt.load(state(rank, ranks, axis=axis, seed=None), store)
-        results.append(is_loaded(loaded, rank, ranks, axis=axis, seed=1))
+    megackpt.save(own_state(seed=1), store)
+    results = [is_own_loaded(megackpt.load(own_state(axis), store), 1, axis) for axis in (0, 1)]
     store.close()
     return results
 
@@ -70,9 +84,7 @@ def test_ranks_save_and_load_at_the_same_and_at_other_layouts(
 ) -> None:
     url, options = new_url(), options_for(s3_server.port)
     assert rank_pool.run(_save_and_reshard, 2, url, options) == [[True, True]] * 2
-    store = ObjectStore(url, options=options)
-    single_process_checkpointer = megackpt.load(state(0, 1, axis=0, seed=None), store, group=SingleProcess())
-    assert is_loaded(single_process_checkpointer, 0, 1, axis=0, seed=1)
+    assert holds(ObjectStore(url, options=options), seed=1)
 
 
 def test_the_environment_and_an_url_are_all_that_save_and_load_need(
@@ -82,8 +94,8 @@ def test_the_environment_and_an_url_are_all_that_save_and_load_need(
     monkeypatch.setenv("AWS_ENDPOINT_URL", options.config["endpoint"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", options.config["access_key_id"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options.config["secret_access_key"])
-    megackpt.save(state(0, 1, axis=0, seed=3), f"{url}/iter_1")
-    assert is_loaded(megackpt.load(state(0, 1, axis=0, seed=None), f"{url}/iter_1"), 0, 1, axis=0, seed=3)
+    megackpt.save(state(seed=3), f"{url}/iter_1")
+    assert holds(f"{url}/iter_1", seed=3)
     assert check_is_distributed_checkpoint(f"{url}/iter_1")
     assert not check_is_distributed_checkpoint(url)
 
@@ -98,11 +110,11 @@ def test_a_save_is_its_parts_and_a_constant_and_a_load_lists_nothing(
     store = ObjectStore(new_url(), options=options_for(s3_proxy.port))
 
     def save(group: Group) -> None:
-        megackpt.save(state(group.rank, ranks, axis=0, seed=1), store, group=group)
+        megackpt.save(state(group.rank, ranks, seed=1), store, group=group)
 
     def load(group: Group) -> None:
-        loaded = megackpt.load(state(group.rank, ranks, axis=0, seed=None), store, group=group)
-        assert is_loaded(loaded, group.rank, ranks, axis=0, seed=1)
+        loaded = megackpt.load(state(group.rank, ranks), store, group=group)
+        assert is_loaded(loaded, 1, group.rank, ranks)
 
     with s3_proxy.counting() as asked:
         SimulatedWorld(ranks).run(save)
@@ -207,16 +219,16 @@ def test_training_survives_a_store_that_rejects_writes(
     with Checkpointer(
         new_url(), keep_last=1, on_error="warn", objects=options, group=SingleProcess()
     ) as checkpointer:
-        assert checkpointer.save(1, state(0, 1, axis=0, seed=1), metrics={"loss": 1.0})
+        assert checkpointer.save(1, state(seed=1), metrics={"loss": 1.0})
         s3_proxy.choose = lambda kind, path: "503" if kind in ("part", "complete") else ""
-        assert not checkpointer.save(2, state(0, 1, axis=0, seed=2), metrics={"loss": 2.0})
+        assert not checkpointer.save(2, state(seed=2), metrics={"loss": 2.0})
         assert checkpointer.failed_saves == 1
         assert "the server answered 503" in caplog.text
         everything = ObjectStore(checkpointer.location(1).rpartition("/")[0], options=options)
         assert not [name for name in everything.names() if "iter_0000002" in name]
         s3_proxy.choose = lambda kind, path: ""
-        assert is_loaded(checkpointer.load(state(0, 1, axis=0, seed=None)), 0, 1, axis=0, seed=1)
-        assert checkpointer.save(3, state(0, 1, axis=0, seed=3))
+        assert is_loaded(checkpointer.load(state()), seed=1)
+        assert checkpointer.save(3, state(seed=3))
         assert checkpointer.scan() == StepList((3,), ())
 
 
@@ -239,34 +251,31 @@ def test_a_removal_that_breaks_off_leaves_no_half_of_a_step(s3_proxy: FaultyProx
 def test_an_asynchronous_save_goes_on_behind(s3_server: S3Server) -> None:
     options = options_for(s3_server.port)
     with Checkpointer(new_url(), async_save=True, objects=options, group=SingleProcess()) as checkpointer:
-        saved = state(0, 1, axis=0, seed=5)
+        saved = state(seed=5)
         checkpointer.save(1, saved)
-        saved["w"].data.zero_()  # type: ignore[attr-defined]
+        saved["w"].data.zero_()
         checkpointer.wait()
-        assert is_loaded(checkpointer.load(state(0, 1, axis=0, seed=None)), 0, 1, axis=0, seed=5)
+        assert is_loaded(checkpointer.load(state()), seed=5)
 
 
 @sampled(4)
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
 def test_other_formats_are_written_and_read_there(s3_server: S3Server, to: str) -> None:
     source, target = MemoryStore(), ObjectStore(new_url(), options=options_for(s3_server.port))
-    megackpt.save(state(0, 1, axis=0, seed=6), source, group=SingleProcess())
+    save_alone(source, seed=6)
     megackpt.convert(source, target, to, group=SingleProcess())
-    loaded = megackpt.load(state(0, 1, axis=0, seed=None), target, group=SingleProcess())
-    assert is_loaded(loaded, 0, 1, axis=0, seed=6)
+    assert holds(target, seed=6)
 
 
 # Faults.
 
 
 def _save_steps(url: str, options: ObjectOptions) -> list[bool]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     results = []
     with Checkpointer(url, keep_last=2, objects=options) as checkpointer:
         for step in range(1, 5):
-            checkpointer.save(step, state(rank, ranks, axis=0, seed=step))
-            loaded = checkpointer.load(state(rank, ranks, axis=1, seed=None))
-            results.append(is_loaded(loaded, rank, ranks, axis=1, seed=step))
+            checkpointer.save(step, own_state(seed=step))
+            results.append(is_own_loaded(checkpointer.load(own_state(axis=1)), step, axis=1))
         results.append(checkpointer.steps() == (3, 4))
     return results
 
@@ -290,9 +299,8 @@ def test_with_one_request_in_twenty_spoiled_nothing_is_lost(rank_pool: RankPool,
 
 
 def _failing_save(url: str, options: ObjectOptions) -> str:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     with pytest.raises(StorageError) as caught:
-        megackpt.save(state(rank, ranks, axis=0, seed=2), ObjectStore(url, options=options))
+        megackpt.save(own_state(seed=2), ObjectStore(url, options=options))
     return str(caught.value)
 
 
@@ -301,7 +309,7 @@ def test_a_save_that_the_store_rejects_leaves_the_previous_one(
 ) -> None:
     url, options = new_url(), options_for(s3_proxy.port, max_retries=1)
     store = ObjectStore(url, options=options)
-    megackpt.save(state(0, 1, axis=0, seed=1), store, group=SingleProcess())
+    save_alone(store, seed=1)
     before = store.names()
     s3_proxy.choose = lambda kind, path: "503" if kind == "complete" else ""
     texts = rank_pool.run(_failing_save, 2, url, options)
@@ -309,21 +317,18 @@ def test_a_save_that_the_store_rejects_leaves_the_previous_one(
     assert "cannot write: the server answered 503" in texts[0]
     assert store.names() == before
     assert unfinished_uploads(s3_server.port, url) == []
-    loaded = megackpt.load(state(0, 1, axis=0, seed=None), store, group=SingleProcess())
-    assert is_loaded(loaded, 0, 1, axis=0, seed=1)
+    assert holds(store, seed=1)
 
 
 def _die_uploading(url: str, options: ObjectOptions, port: int) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-
     def die(operation: Operation) -> None:
-        while rank == 1:
+        while dist.get_rank() == 1:
             if any(key.endswith(operation.name) for key in unfinished_uploads(port, url)):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
 
     store = FaultyStore(ObjectStore(url, options=options), fail_at=0, kinds={"writer.close"}, hook=die)
-    megackpt.save(state(rank, ranks, axis=0, seed=2), store)
+    megackpt.save(own_state(seed=2), store)
 
 
 def test_a_rank_that_is_killed_while_it_uploads_leaves_the_previous_checkpoint(
@@ -331,17 +336,15 @@ def test_a_rank_that_is_killed_while_it_uploads_leaves_the_previous_checkpoint(
 ) -> None:
     url, options = new_url(), options_for(s3_server.port)
     store = ObjectStore(url, options=options)
-    megackpt.save(state(0, 1, axis=0, seed=1), store, group=SingleProcess())
+    save_alone(store, seed=1)
     died, survived = rank_pool.outcomes(_die_uploading, 2, url, options, s3_server.port)[::-1]
     assert isinstance(died.error, EOFError)
     assert survived.error is not None
-    loaded = megackpt.load(state(0, 1, axis=0, seed=None), store, group=SingleProcess())
-    assert is_loaded(loaded, 0, 1, axis=0, seed=1)
+    assert holds(store, seed=1)
     # Nobody but a lifecycle rule of the bucket can tell the parts of the dead from those of the living.
     assert len(unfinished_uploads(s3_server.port, url)) == 1
-    megackpt.save(state(0, 1, axis=0, seed=3), store, group=SingleProcess())
-    loaded = megackpt.load(state(0, 1, axis=0, seed=None), store, group=SingleProcess())
-    assert is_loaded(loaded, 0, 1, axis=0, seed=3)
+    save_alone(store, seed=3)
+    assert holds(store, seed=3)
     assert len(store.names("data/")) == 1
     assert not [t for t in threading.enumerate() if t.name.startswith("megackpt-upload")]
 
@@ -351,15 +354,15 @@ def test_parity_and_repair_work_in_an_object_store(s3_server: S3Server) -> None:
 
     def save_rank(group: Group) -> None:
         options = megackpt.SaveOptions(parity=4)
-        megackpt.save(state(group.rank, 4, axis=0, seed=1), store, options=options, group=group)
+        megackpt.save(state(group.rank, 4, seed=1), store, options=options, group=group)
 
     SimulatedWorld(4).run(save_rank)
     names = store.names()
     lost = next(name for name in names if name.startswith("data/"))
     store.delete([lost])
     fallback = megackpt.LoadOptions(on_corrupt="fallback")
-    loaded, report = megackpt.load_with_report(state(0, 1, axis=0, seed=None), store, options=fallback)
-    assert is_loaded(loaded, 0, 1, axis=0, seed=1)
+    loaded, report = megackpt.load_with_report(state(), store, options=fallback)
+    assert is_loaded(loaded, seed=1)
     assert {m.file for m in report.recovered} == {lost}
     repaired = megackpt.repair(store)
     assert (repaired.is_applied, repaired.is_whole) == (True, True)

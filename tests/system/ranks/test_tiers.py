@@ -69,21 +69,18 @@ def shares(step: int) -> dict[str, Any]:
     }
 
 
-def async_checkpointer(base: Path, timeout_s: float = DEADLINE_S, **options: Any) -> Checkpointer:
-    tier = MemoryTier(f"{base}/node-{{node}}")
-    return AsyncCheckpointer(
-        base / "root",
-        async_save=AsyncOptions(nice=0),
-        tiers=Tiers([tier], root_every=100, node=dist.get_rank()),
-        timeout_s=timeout_s,
-        **options,
-    )
+def tiers_of(base: Path) -> Tiers:
+    return Tiers([MemoryTier(f"{base}/node-{{node}}")], root_every=100, node=dist.get_rank())
+
+
+def async_checkpointer(base: Path, timeout_s: float = DEADLINE_S) -> Checkpointer:
+    options = AsyncOptions(nice=0)
+    return AsyncCheckpointer(base / "root", async_save=options, tiers=tiers_of(base), timeout_s=timeout_s)
 
 
 def load_shares(base: Path) -> LastLoad:
     """Load the newest step that is whole, and compare every bit."""
-    tiers = Tiers([MemoryTier(f"{base}/node-{{node}}")], root_every=100, node=dist.get_rank())
-    restarted = Checkpointer(base / "root", tiers=tiers)
+    restarted = Checkpointer(base / "root", tiers=tiers_of(base))
     asked = shares(0)
     loaded = restarted.load(asked)
     assert restarted.last_load is not None
