@@ -35,6 +35,7 @@ from megackpt.training.optim.master_optimizer import MasterOptimizer
 from megackpt.training.parallel.attributes import RowRange, mark, mark_copied_rows
 from megackpt.training.parallel.groups import Axis, ParallelGroups
 from megackpt.training.parallel.layout import ParallelLayout
+from megackpt.training.parallel.rng import stable_seed
 
 LAYERS, HIDDEN, FFN, VOCAB = 4, 12, 20, 24
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 3  # with tp=4, two ranks hold each key head
@@ -77,6 +78,11 @@ class WorldParam:
 def random_arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> Arrays:
     generator = torch.Generator().manual_seed(seed)
     return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+
+
+def random_of_key(*shape: int, key: str) -> Tensor:
+    """Return an array that depends on its key alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed(7, key)))
 
 
 def make_model(groups: ParallelGroups, weights: Arrays, dtype: torch.dtype) -> list[WorldParam]:

@@ -137,7 +137,7 @@ def optimizers_of(
 
 
 def run(
-    names: Sequence[str], wrapper: str, layout: ParallelLayout, path: Path, *, resumes: bool, moe: bool
+    names: Sequence[str], wrapper: str, layout: ParallelLayout, path: Path, resumes: bool, moe: bool
 ) -> dict[str, Result]:
     """Train with each optimizer from the start and save on the way, or resume what was saved; on one rank."""
     groups = ParallelGroups.create(layout)

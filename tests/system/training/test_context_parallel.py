@@ -33,12 +33,12 @@ from megackpt.training.parallel import (
 )
 from megackpt.training.parallel.collectives import collect_sequence
 from megackpt.training.parallel.context import AttentionPart, attention_parts, gather_context, join_context
-from megackpt.training.parallel.rng import stable_seed
 from models import GPTConfig
 from models.blocks.attention import SelfAttention
 from models.stage import Stage
 from tests.support.effort import sampled
-from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
+from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join
+from tests.support.optimizers import random_of_key, scatter, tensors_of
 
 LENGTH = 16
 # fp32, sums of 8 products of head_dim and of 16 keys in another order: sqrt(8 * 16) * 2^-24 = 7e-7 of the
@@ -236,10 +236,6 @@ class Result(NamedTuple):
     grads: list[Box]
 
 
-def _random(*shape: int, key: str) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed(7, key)))
-
-
 def _compute(
     layers: Mapping[str, Layer], layout: ParallelLayout, sequence_parallel: bool = False
 ) -> dict[str, Result]:
@@ -247,12 +243,10 @@ def _compute(
     results = {}
     for name, build in layers.items():
         layer = build(groups, sequence_parallel)
-        for tensor in tensors_of(layer.sharded_state_dict()):
-            whole = _random(*tensor.global_shape, key=tensor.key)
-            with torch.no_grad():
-                tensor.data.copy_(whole[tensor.global_slice()])
+        declared = layer.sharded_state_dict()
+        scatter(declared, {t.key: random_of_key(*t.global_shape, key=t.key) for t in tensors_of(declared)})
         x, target = (
-            context_share(_random(LENGTH, BATCH, HIDDEN, key=key), groups.cp, dim=0)
+            context_share(random_of_key(LENGTH, BATCH, HIDDEN, key=key), groups.cp, dim=0)
             for key in ("input", "target")
         )
         own = x.chunk(groups.tp.size)[groups.tp.rank] if sequence_parallel else x
@@ -262,7 +256,7 @@ def _compute(
         (out * target).sum(-1).mean().backward()  # the mean over this rank's tokens
         assert own.grad is not None
         grad = collect_sequence(own.grad, groups.tp) if sequence_parallel else own.grad
-        boxes = gradient_boxes(layer, layer.sharded_state_dict(), groups)
+        boxes = gradient_boxes(layer, declared, groups)
         results[name] = Result(out.detach(), grad / groups.cp.size, boxes)
     return results
 

@@ -31,11 +31,11 @@ from megackpt.training.parallel import (
 )
 from megackpt.training.parallel.collectives import collect_sequence
 from megackpt.training.parallel.moe import TokenDispatcher
-from megackpt.training.parallel.rng import stable_seed
 from megackpt.training.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
 from megackpt.training.parallel.routing import Routing
 from tests.support.effort import sampled
-from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
+from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join
+from tests.support.optimizers import random_of_key, scatter, tensors_of
 
 HIDDEN, FFN, EXPERTS = 12, 8, 8
 SEQUENCE, BATCH, MICRO_BATCHES = 8, 2, 4
@@ -90,10 +90,6 @@ class Result(NamedTuple):
     bias: Tensor
 
 
-def _random(*shape: int, key: str) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed(7, key)))
-
-
 def _layer(groups: ParallelGroups, case: Case) -> MixtureOfExperts:
     experts: GatedExperts | ExpertStack = (
         GatedExperts(EXPERTS, HIDDEN, FFN, groups, bias=True)
@@ -108,13 +104,11 @@ def _layer(groups: ParallelGroups, case: Case) -> MixtureOfExperts:
         shared_experts=Mlp(groups, case.sequence_parallel),
         sequence_parallel=case.sequence_parallel,
     )
-    for tensor in tensors_of(layer.sharded_state_dict()):
-        whole = _random(*tensor.global_shape, key=tensor.key) * 0.3
-        if tensor.key == "router.expert_bias":
-            whole *= 0.1  # the tokens decide, and those of each rank choose other experts
-            whole[2:4] += 100.0 * case.skewed  # both are in one group
-        with torch.no_grad():
-            tensor.data.copy_(whole[tensor.global_slice()])
+    declared = layer.sharded_state_dict()
+    arrays = {t.key: random_of_key(*t.global_shape, key=t.key) * 0.3 for t in tensors_of(declared)}
+    arrays["router.expert_bias"] *= 0.1  # the tokens decide, and those of each rank choose other experts
+    arrays["router.expert_bias"][2:4] += 100.0 * case.skewed  # both are in one group
+    scatter(declared, arrays)
     return layer
 
 
@@ -126,7 +120,7 @@ def _train(layout: ParallelLayout, case: Case) -> Result:
     outputs, input_grads = [], []
     for k in own_batches:
         x, target = (
-            _random(SEQUENCE, BATCH, HIDDEN, key=f"{what} {k}").chunk(groups.cp.size)[groups.cp.rank]
+            random_of_key(SEQUENCE, BATCH, HIDDEN, key=f"{what} {k}").chunk(groups.cp.size)[groups.cp.rank]
             for what in ("input", "target")
         )
         if case.sequence_parallel:

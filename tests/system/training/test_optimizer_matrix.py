@@ -69,13 +69,7 @@ def test_three_steps_after_a_load_equal_those_of_the_uninterrupted_run(
 ) -> None:
     source, target = CHANGES[change]
     names, moe = names_to_try(), change == "ep"
-    first = rank_pool.run(_run, source.world_size, names, wrapper, source, memory_path, False, moe)
-    second = rank_pool.run(_run, target.world_size, names, wrapper, target, memory_path, True, moe)
+    first = rank_pool.run(run, source.world_size, names, wrapper, source, memory_path, False, moe)
+    second = rank_pool.run(run, target.world_size, names, wrapper, target, memory_path, True, moe)
     got = {name: outcome([r[name] for r in first], [r[name] for r in second]) for name in names}
     assert got == {name: expected(name, wrapper, change) for name in names}
-
-
-def _run(
-    names: list[str], wrapper: str, layout: ParallelLayout, path: Path, resumes: bool, moe: bool
-) -> dict[str, Result]:
-    return run(names, wrapper, layout, path, resumes=resumes, moe=moe)

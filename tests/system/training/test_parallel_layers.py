@@ -48,7 +48,7 @@ from megackpt.training.parallel.collectives import (
     scatter_sequence,
     scatter_to,
 )
-from tests.support.gpt import tensors_of
+from tests.support.optimizers import scatter, tensors_of
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 VOCAB = 11
@@ -62,11 +62,10 @@ def _groups() -> ParallelGroups:
     return ParallelGroups.create(ParallelLayout(tp=dist.get_world_size()))
 
 
-def _set(layer: nn.Module, groups: ParallelGroups, whole: Mapping[str, Tensor]) -> None:
+def _set(layer: nn.Module, groups: ParallelGroups, whole: dict[str, Tensor]) -> None:
     """Copy this rank's boxes of the whole arrays, by key, into the layer."""
-    for tensor in tensors_of(sharded_state_dict(layer, groups)):
-        with torch.no_grad():
-            tensor.data.copy_(whole[tensor.key][tensor.global_slice()])
+    with torch.no_grad():
+        scatter(sharded_state_dict(layer, groups), whole)
 
 
 def _check_grads(layer: nn.Module, groups: ParallelGroups, whole: Mapping[str, Tensor]) -> None:
@@ -89,12 +88,16 @@ def _whole_input(seed: int, groups: ParallelGroups, sequence_parallel: bool) -> 
     return dense, scatter_sequence(leaf, groups.tp) if sequence_parallel else leaf * 1.0, leaf
 
 
+def _whole_linear() -> dict[str, Tensor]:
+    return {"weight": _random(1, 8, 12).requires_grad_(), "bias": _random(2, 8).requires_grad_()}
+
+
 def _column(sequence_parallel: bool, gather_output: bool) -> None:
     groups = _groups()
     layer = ColumnParallelLinear(
         12, 8, groups, gather_output=gather_output, sequence_parallel=sequence_parallel
     )
-    whole = {"weight": _random(1, 8, 12).requires_grad_(), "bias": _random(2, 8).requires_grad_()}
+    whole = _whole_linear()
     _set(layer, groups, whole)
     dense, local_input, leaf = _whole_input(3, groups, sequence_parallel)
     expected, actual = F.linear(dense, whole["weight"], whole["bias"]), layer(local_input)
@@ -111,7 +114,7 @@ def _row(sequence_parallel: bool, input_is_parallel: bool) -> None:
     layer = RowParallelLinear(
         12, 8, groups, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel
     )
-    whole = {"weight": _random(1, 8, 12).requires_grad_(), "bias": _random(2, 8).requires_grad_()}
+    whole = _whole_linear()
     _set(layer, groups, whole)
     dense, leaf = _random(3, 8, 2, 12).requires_grad_(), _random(3, 8, 2, 12)
     local_input = leaf.chunk(groups.tp.size, -1)[groups.tp.rank] if input_is_parallel else leaf
@@ -326,7 +329,7 @@ def _dense(name: str, ranks: int, dtype: torch.dtype) -> tuple[list[Tensor], lis
 
 
 def _on_ranks(name: str, dtype: torch.dtype) -> tuple[list, list]:
-    groups = ParallelGroups.create(ParallelLayout(tp=dist.get_world_size()))
+    groups = _groups()
     collective, _, replicated, shared_output = CASES[name]
     rank, ranks = groups.tp.rank, groups.tp.size
     # Transposed twice in memory: collectives must not rely on contiguous inputs.
@@ -353,43 +356,10 @@ def test_output_and_gradient_are_those_of_the_dense_computation(
 
 
 def _scatter_uneven() -> None:
-    groups = ParallelGroups.create(ParallelLayout(tp=2))
-    scatter_sequence(torch.zeros(3, 2), groups.tp)
+    scatter_sequence(torch.zeros(3, 2), _groups().tp)
 
 
 def test_a_sequence_that_does_not_divide_raises_an_error_on_every_rank(rank_pool: RankPool) -> None:
-    for rank, outcome in enumerate(rank_pool.outcomes(_scatter_uneven, 2)):
+    for outcome in rank_pool.outcomes(_scatter_uneven, 2):
         assert isinstance(outcome.error, DeclarationError)
         assert "dim 0 of a tensor of shape (3, 2) cannot be cut into 2" in str(outcome.error)
-        assert outcome.rank == rank
-
-
-def _groups_of(layout: ParallelLayout) -> dict[str, tuple[int, int, tuple[int, ...], float]]:
-    """Sum the global ranks over each axis: the sum tells which ranks took part."""
-    groups = ParallelGroups.create(layout)
-    seen = {}
-    for name in ("tp", "pp", "dp", "embedding"):
-        axis = getattr(groups, name)
-        total = reduce_from(torch.tensor([float(groups.rank)]), axis)
-        seen[name] = (axis.size, axis.rank, axis.ranks, total.item())
-    return seen
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ParallelLayout(tp=4),
-        ParallelLayout(pp=4),
-        ParallelLayout(dp=4),
-        ParallelLayout(tp=2, pp=2),
-        ParallelLayout(tp=2, dp=2),
-    ],
-    ids=str,
-)
-def test_groups_join_the_ranks_of_the_layout(rank_pool: RankPool, layout: ParallelLayout) -> None:
-    for rank, seen in enumerate(rank_pool.run(_groups_of, 4, layout)):
-        offline = ParallelGroups.offline(layout, rank)
-        for name, (size, index, ranks, total) in seen.items():
-            axis = getattr(offline, name)
-            assert (size, index, ranks) == (axis.size, axis.rank, axis.ranks)
-            assert total == sum(ranks)

@@ -31,7 +31,6 @@ TABLE, STALE = "Ett|ttL", "Ettt|tL"
 Owned = tuple[tuple[int, ...], tuple[int, ...]]
 GOOD: Owned = ((0, 1), (2, 3))
 ABSENT_LAYER: Owned = ((0,), (2, 3))
-SHARED_LAYER: Owned = ((0, 1), (1, 2, 3))
 
 
 def layer(_: int) -> nn.Module:
@@ -45,12 +44,6 @@ def own_stack(owned: Owned, groups: ParallelGroups, *, homogeneous: bool) -> nn.
     for param in stack.parameters():
         nn.init.constant_(param, -1.0)
     return stack
-
-
-def save_stack(owned: Owned, directory: Path) -> tuple[str, str]:
-    groups = ParallelGroups.create(LAYOUT)
-    state = own_stack(owned, groups, homogeneous=True).sharded_state_dict("layers.")
-    return outcome_of(lambda: megackpt.save(state, directory))
 
 
 def load_stack(owned: Owned, homogeneous: bool, directory: Path) -> tuple[str, str]:
@@ -89,25 +82,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
         whole = LayerStack(layer, range(LAYERS), LAYERS, groups, homogeneous=homogeneous)
         megackpt.save(whole.sharded_state_dict("layers."), directories[homogeneous])
     return directories
-
-
-@pytest.mark.parametrize(
-    ("owned", "error"),
-    [
-        (ABSENT_LAYER, "'layers.weight': elements [1:2, 0:2, 0:3] are {} by no rank"),
-        (SHARED_LAYER, "'layers.weight': elements [1:2, 0:2, 0:3] are {} by more than one main replica"),
-    ],
-)
-def test_a_layer_on_no_stage_or_on_two_is_named_in_saves_and_loads(
-    rank_pool: RankPool, tmp_path: Path, stored: dict[bool, Path], owned: Owned, error: str
-) -> None:
-    kind, text = error_of(rank_pool.run(save_stack, 4, owned, tmp_path / "new"))
-    assert kind == "CoverageError"
-    assert error.format("saved") in text
-    assert not list((tmp_path / "new").glob("**/*.safetensors"))
-    kind, text = error_of(rank_pool.run(load_stack, 4, owned, True, stored[True]))
-    assert kind == "CoverageError"
-    assert error.format("requested") in text
 
 
 MISMATCH = "'layers.weight': stored as float32 (4, 2, 3), asked for as float32 ({}, 2, 3)"
@@ -187,12 +161,17 @@ FAULTS = {
 }
 
 
-def declare(rank: int, stages: str = TABLE) -> dict[str, Any]:
-    """Return what a rank declares of the model and its optimizer, with a stage table of its own."""
-    groups = ParallelGroups.offline(MOE_LAYOUT, rank)
-    model = build(Case(MOE_LAYOUT, stages=stages), ALL_MOE, groups, seed=1)
+def trained(case: Case, groups: ParallelGroups, seed: int) -> dict[str, Any]:
+    """Return what this rank declares of the model and its optimizer."""
+    model = build(case, ALL_MOE, groups, seed=seed)
     optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), groups)
     return state_of(model, optimizer)
+
+
+def declare(rank: int, stages: str = TABLE) -> dict[str, Any]:
+    """Return what a rank declares with a stage table of its own."""
+    groups = ParallelGroups.offline(MOE_LAYOUT, rank)
+    return trained(Case(MOE_LAYOUT, stages=stages), groups, seed=1)
 
 
 def declare_wrongly(fault: str, rank: int) -> dict[str, Any]:
@@ -233,20 +212,17 @@ def complete(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def save_on_one_rank(path: Path) -> None:
     groups = ParallelGroups.create(ParallelLayout())
-    model = build(Case(groups.layout), ALL_MOE, groups, seed=9)
-    optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), groups)
-    megackpt.save(state_of(model, optimizer), path)
+    megackpt.save(trained(Case(groups.layout), groups, seed=9), path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_on_no_rank_or_on_two_is_named_before_anything_is_written_or_loaded(
     rank_pool: RankPool, tmp_path: Path, complete: Path, fault: str
 ) -> None:
-    kind, text = error_of(rank_pool.run(save_moe, 4, fault, tmp_path / "new"))
-    assert kind == ("" if fault == "complete" else "CoverageError")
-    assert FAULTS[fault].format("saved") in text
-    if fault != "complete":
-        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    kind, text = error_of(rank_pool.run(load_moe, 4, fault, complete))
-    assert kind == ("" if fault == "complete" else "CoverageError")
-    assert FAULTS[fault].format("requested") in text
+    kind = "" if fault == "complete" else "CoverageError"
+    acts = ((save_moe, tmp_path / "new", "saved"), (load_moe, complete, "requested"))
+    for act, location, doing in acts:
+        error = error_of(rank_pool.run(act, 4, fault, location))
+        assert error[0] == kind
+        assert FAULTS[fault].format(doing) in error[1]
+    assert fault == "complete" or [path for path in tmp_path.rglob("*") if path.is_file()] == []
