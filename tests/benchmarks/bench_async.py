@@ -44,6 +44,7 @@ from megackpt.cli.benchmark.contenders import Ours
 from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.state import GridLayout, RankState, as_bytes, make_model, make_state
 from tests.benchmarks.measuring import MIB, options, scratch
+from tests.benchmarks.peers.contenders import Peer
 from tests.benchmarks.peers.dcp import TorchDistributed
 from tests.benchmarks.peers.states import invert
 from tests.support.writers import saver_of
@@ -74,68 +75,18 @@ class BackgroundSaver:
         self.checkpointer.close()
 
 
-class Dcp:
-    """`dcp.async_save` with a process, and shared memory for staging that is kept."""
+class PeerSaver:
+    """Another library; its checkpoints are removed once they are complete."""
 
-    name = "dcp"
-
-    def __init__(self, root: Path, state: RankState) -> None:
-        import torch.distributed.checkpoint.staging as staging
-
-        self._root, self.declare, self._number = root / self.name, TorchDistributed().declare, 0
-        names = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
-        used = {f"use_{name}": name == "shared_memory" for name in names}
-        self._stager = staging.DefaultStager(staging.StagingOptions(**used))
-        self._group = dist.new_group(backend="gloo")
-        self._future: Any = None
-
-    def save(self, declared: Any) -> None:
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
-
-        self._number += 1
-        self._future = async_save(
-            declared,
-            storage_writer=FileSystemWriter(self._root / str(self._number), sync_files=True),
-            planner=DefaultSavePlanner(enable_plan_caching=True),
-            process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=self._stager,
-        )
-
-    def wait(self) -> None:
-        future = self._future
-        getattr(future, "upload_completion", future).result()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._root / str(self._number))
-
-    def close(self) -> None:
-        self._stager.close()
-
-
-class Megatron:
-    """Megatron-Core's `AsyncCallsQueue`: with a persistent process, which needs CUDA; else it forks."""
-
-    name = "mcore"
-
-    def __init__(self, root: Path, state: RankState) -> None:
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-        from tests.benchmarks.mcore_on_cpu import MegatronCoreOnCpu
-
-        self._root, self._peer, self._number = root / self.name, MegatronCoreOnCpu(), 0
-        self.declare = self._peer.declare
-        self._peer._queue = AsyncCallsQueue(persistent=torch.cuda.is_available())
+    def __init__(self, directory: Path, peer: Peer, close: Callable[[], object]) -> None:
+        self.declare, self.close = peer.declare, close
+        self._directory, self._peer, self._number = directory, peer, 0
         self._finish: Callable[[], Path] | None = None
 
     def save(self, declared: Any) -> None:
         self._number += 1
-        directory = self._root / str(self._number)
-        if dist.get_rank() == 0:
-            directory.mkdir(parents=True)
-        dist.barrier()
+        directory = self._directory / str(self._number)
+        directory.mkdir(parents=True, exist_ok=True)
         self._finish = self._peer.save_async(declared, directory)
 
     def wait(self) -> None:
@@ -145,11 +96,37 @@ class Megatron:
         if dist.get_rank() == 0:
             shutil.rmtree(directory)
 
-    def close(self) -> None:
-        self._peer._queue.close()
+
+class DcpInAProcess(TorchDistributed):
+    """`dcp.async_save` with a process, and shared memory for staging that is kept."""
+
+    def _async_options(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        return {**super()._async_options(), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
 
 
-CONTENDERS = {kind.name: kind for kind in (BackgroundSaver, Dcp, Megatron)}
+def dcp_saver(root: Path, state: RankState) -> PeerSaver:
+    peer = DcpInAProcess(shared_memory=True)
+    return PeerSaver(root / "dcp", peer, peer.close)
+
+
+def megatron_saver(root: Path, state: RankState) -> PeerSaver:
+    """Megatron-Core's `AsyncCallsQueue`: with a persistent process, which needs CUDA; else it forks."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from tests.benchmarks.mcore_on_cpu import MegatronCoreOnCpu
+
+    peer = MegatronCoreOnCpu()
+    peer._queue = AsyncCallsQueue(persistent=torch.cuda.is_available())
+    return PeerSaver(root / "mcore", peer, peer._queue.close)
+
+
+CONTENDERS: dict[str, Callable[[Path, RankState], BackgroundSaver | PeerSaver]] = {
+    BackgroundSaver.name: BackgroundSaver,
+    "dcp": dcp_saver,
+    "mcore": megatron_saver,
+}
 
 
 def made(mib: int) -> RankState:

@@ -11,54 +11,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-import megackpt
+from megackpt.cli.benchmark.contenders import Contender, native
+from megackpt.cli.benchmark.state import GridLayout, RankState, Shard
+from tests.benchmarks.mcore_on_cpu import MegatronCoreOnCpu
+from tests.benchmarks.peers.contenders import PlainTorch
+from tests.benchmarks.peers.dcp import TorchDistributed
 
 ELEMENTS = 1 << 20
-
-
-def _state(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"w": megackpt.ShardedTensor.from_rank_offsets("w", tensor)}
-
-
-def _of_megackpt(folder: Path, tensor: torch.Tensor, *, is_save: bool) -> None:
-    act = megackpt.save if is_save else megackpt.load
-    act(_state(tensor), folder)
-
-
-def _of_dcp(folder: Path, tensor: torch.Tensor, *, is_save: bool) -> None:
-    act = dcp.save if is_save else dcp.load
-    act({"w": tensor}, checkpoint_id=folder)
-
-
-def _of_torch(folder: Path, tensor: torch.Tensor, *, is_save: bool) -> None:
-    folder.mkdir(exist_ok=True)
-    if is_save:
-        torch.save({"w": tensor}, folder / "w.pt")
-    else:
-        tensor.copy_(torch.load(folder / "w.pt")["w"])
-
-
-def _of_megatron_core(folder: Path, tensor: torch.Tensor, *, is_save: bool) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from tests.benchmarks.mcore_on_cpu import cuda_is_the_cpu
-
-    folder.mkdir(exist_ok=True)
-    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
-    with cuda_is_the_cpu():
-        if is_save:
-            dist_checkpointing.save(state, str(folder))
-        else:
-            tensor.copy_(dist_checkpointing.load(state, str(folder))["w"])
 
 
 def _flip_a_bit(folder: Path) -> None:
@@ -70,17 +34,19 @@ def _flip_a_bit(folder: Path) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def outcome(act: Callable[..., None], folder: Path) -> str:
+def outcome(library: Contender, folder: Path) -> str:
     """Save, flip a bit, load; return what came of it."""
     expected = torch.arange(float(ELEMENTS))
-    act(folder, expected.clone(), is_save=True)
+    shard = Shard(key="w", data=expected.clone(), box_shape=(ELEMENTS,), tp_axis=None, replica=(0, 0))
+    state = RankState(GridLayout(), 0, [shard])
+    library.save(library.declare(state), folder)
     _flip_a_bit(folder)
-    loaded = torch.zeros(ELEMENTS)
+    shard.data.zero_()
     try:
-        act(folder, loaded, is_save=False)
+        library.load(library.declare(state), folder)
     except Exception as error:  # noqa: BLE001 - each library has its own
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    wrong = int((loaded != expected).sum())
+    wrong = int((shard.data != expected).sum())
     return (
         f"loads {wrong} wrong element{'s' * (wrong != 1)}, without a word"
         if wrong
@@ -90,12 +56,17 @@ def outcome(act: Callable[..., None], folder: Path) -> str:
 
 def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    libraries = {"megackpt": _of_megackpt, "torch.distributed.checkpoint": _of_dcp, "torch.save": _of_torch}
-    if importlib.util.find_spec("megatron") is not None:
-        libraries["Megatron-Core"] = _of_megatron_core
-    for name, act in libraries.items():
+    libraries = {
+        "megackpt": native,
+        "torch.distributed.checkpoint": TorchDistributed,
+        "torch.save": PlainTorch,
+        "Megatron-Core": MegatronCoreOnCpu,
+    }
+    if importlib.util.find_spec("megatron") is None:
+        del libraries["Megatron-Core"]
+    for name, library in libraries.items():
         with tempfile.TemporaryDirectory() as folder:
-            print(f"{name}: {outcome(act, Path(folder) / 'checkpoint')}")
+            print(f"{name}: {outcome(library(), Path(folder))}")
     dist.destroy_process_group()
 
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 import megackpt
 from megackpt import Checkpointer, Policy, SaveOptions
+from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.raw import RawFiles
 from megackpt.cli.simulation import Cluster, ModelSizes, build_model, estimate, simulate_save
 from megackpt.cli.simulation.replicas import BUCKET_SIZE
@@ -34,16 +32,6 @@ from tests.support.checkpoints import real_state
 GB = 1e9
 LAYOUT = ParallelLayout(tp=2, dp=2)
 REPLICAS = SaveOptions(sample_replicas=Policy.IGNORE)  # models that are built separately differ
-
-
-def slowest_rank(work: Callable[[], object]) -> float:
-    """Return the seconds from a common start to the end of the slowest rank. Collective."""
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    spent = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
 
 
 def main() -> None:
@@ -72,10 +60,8 @@ def main() -> None:
         for turn in range(arguments.saves + 1):
             if rank == 0:
                 arguments.dir.mkdir(exist_ok=True)
-            written_s = min(
-                slowest_rank(lambda is_direct=d: files.write(direct=is_direct)) for d in (True, False)
-            )
-            copied_s = slowest_rank(partial(np.copyto, target, source))
+            written_s = min(timed(lambda is_direct=d: files.write(direct=is_direct)) for d in (True, False))
+            copied_s = timed(partial(np.copyto, target, source))
             cluster = Cluster(
                 ranks_per_node=ranks,
                 write=ranks * files.nbytes / written_s / GB,
@@ -83,10 +69,8 @@ def main() -> None:
             )
             times = estimate(planned, None, cluster)
             directory = arguments.dir / f"sync-{turn}"
-            saved_s = slowest_rank(
-                lambda to=directory: megackpt.save(state, to, options=REPLICAS, plans=plans)
-            )
-            stall_s = slowest_rank(partial(background.save, turn, state))
+            saved_s = timed(lambda to=directory: megackpt.save(state, to, options=REPLICAS, plans=plans))
+            stall_s = timed(partial(background.save, turn, state))
             background.wait()
             if rank == 0:
                 shutil.rmtree(directory)

@@ -31,9 +31,9 @@ class TorchDistributed:
     thread_counts: tuple[int, ...] = (1, 2, 4)
     can_save_async = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared_memory: bool = False) -> None:
         self.threads = 1
-        self._stager = _stager()
+        self._stager = _stager(shared_memory)
         self._meshes: dict[GridLayout, DeviceMesh] = {}
         # Its thread needs ranks' attention while the main thread has its own collectives.
         self._async_group = dist.new_group(backend="gloo")
@@ -72,15 +72,22 @@ class TorchDistributed:
             storage_writer=self._writer(directory),
             planner=_planner(),
             process_group=self._async_group,
-            **({} if self._stager is None else {"async_stager": self._stager}),
+            **self._async_options(),
         )
 
         def wait() -> Path:
-            future.result()
+            getattr(future, "upload_completion", future).result()
             flush(directory)
             return directory
 
         return wait
+
+    def close(self) -> None:
+        """Let go of what asynchronous saves keep."""
+        self._stager.close()
+
+    def _async_options(self) -> dict[str, Any]:
+        return {} if self._stager is None else {"async_stager": self._stager}
 
     def _writer(self, directory: Path) -> FileSystemWriter:
         return FileSystemWriter(
@@ -100,13 +107,13 @@ def _planner() -> DefaultSavePlanner:
     return DefaultSavePlanner(enable_plan_caching=True)  # what is kept is kept by the class
 
 
-def _stager() -> Any:
+def _stager(shared_memory: bool) -> Any:
     """Return what keeps the memory for copies from save to save; None in a torch that has none."""
     if not hasattr(staging, "DefaultStager"):
         return None
     options = staging.StagingOptions(
         use_pinned_memory=False,
-        use_shared_memory=False,
+        use_shared_memory=shared_memory,
         use_async_staging=False,
         use_non_blocking_copy=False,
     )
