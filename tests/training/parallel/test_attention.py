@@ -54,15 +54,12 @@ from tests.support.effort import few
 from tests.support.gpt import SMALL_GPT, joined
 from tests.support.optimizers import tensors_of
 
+ONE = ParallelGroups.create(ParallelLayout())
 HIDDEN, HEADS, TOKENS, BATCH = 12, 3, 7, 2
 SIZES = LatentSizes(
     kv_lora_rank=5, q_lora_rank=6, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3, norm_eps=1e-5
 )
 RELATIVE = 1e-5  # float32: two products with sums of at most 18 terms, and a softmax
-
-
-def groups() -> ParallelGroups:
-    return ParallelGroups.create(ParallelLayout())
 
 
 def randomise(module: nn.Module) -> None:
@@ -82,7 +79,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_cross_attention_is_that_of_torch() -> None:
-    layer = CrossAttention(HIDDEN, HEADS, HIDDEN // HEADS, groups(), bias=True, output_bias=True)
+    layer = CrossAttention(HIDDEN, HEADS, HIDDEN // HEADS, ONE, bias=True, output_bias=True)
     randomise(layer)
     theirs = nn.MultiheadAttention(HIDDEN, HEADS)
     keys, values = layer.linear_kv.split(layer.linear_kv.weight.T)
@@ -110,7 +107,7 @@ def test_latent_attention_is_that_of_its_definition(q_rank: int | None) -> None:
     sizes = LatentSizes(
         kv_lora_rank=5, q_lora_rank=q_rank, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3
     )
-    layer: Any = Turned(HIDDEN, HEADS, sizes, groups(), scale=0.3)
+    layer: Any = Turned(HIDDEN, HEADS, sizes, ONE, scale=0.3)
     randomise(layer)
     x = hidden(TOKENS, 1)
     if q_rank is None:
@@ -130,7 +127,7 @@ def test_latent_attention_is_that_of_its_definition(q_rank: int | None) -> None:
 
 
 def test_what_latent_attention_declares_has_the_names_of_megatron_core() -> None:
-    layer = LatentAttention(HIDDEN, HEADS, SIZES, groups(), bias=True)
+    layer = LatentAttention(HIDDEN, HEADS, SIZES, ONE, bias=True)
     assert layer.scale == SIZES.head_dim**-0.5
     assert {key: tuple(entity.global_shape) for key, entity in layer.sharded_state_dict().items()} == {
         "linear_q_down_proj.weight": (6, HIDDEN),
@@ -143,13 +140,6 @@ def test_what_latent_attention_declares_has_the_names_of_megatron_core() -> None
         "linear_kv_up_proj.weight": (21, 5),
         "linear_proj.weight": (HIDDEN, 9),
     }
-
-
-@pytest.mark.parametrize("name", ["kv_lora_rank", "q_lora_rank", "v_head_dim"])
-def test_a_size_below_1_is_an_error(name: str) -> None:
-    sizes: dict[str, Any] = {"kv_lora_rank": 1, "q_lora_rank": 1, "qk_head_dim": 1, "v_head_dim": 1}
-    with pytest.raises(DeclarationError, match=rf"LatentSizes\.{name} is 0. It must be at least 1"):
-        LatentSizes(**{**sizes, "qk_pos_emb_head_dim": 1, name: 0})
 
 
 QUERY_HEADS, HEAD_DIM, QUERY_HIDDEN = 8, 2, 3
@@ -277,13 +267,6 @@ def test_one_rank_of_cp_has_all_heads_of_all_tokens_already() -> None:
     assert tokens_to_heads([x], [2], cp)[0] is x
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
-def test_every_rank_attends_to_equally_many_keys(size: int) -> None:
-    length = 2 * size * 4
-    pairs = {sum(int(position) + 1 for position in context_positions(length, cp)) for cp in _axes(size)}
-    assert len(pairs) == 1
-
-
 @pytest.mark.parametrize(("window", "scale"), [(None, 0.3), (2, None), (5, 0.7), (9, None)])
 def test_attention_with_a_window_and_a_scale_is_that_of_the_definition(
     window: int | None, scale: float | None
@@ -315,11 +298,6 @@ def test_a_sequence_that_cannot_be_cut_is_an_error_with_what_fits(length: int) -
         context_positions(length, _axes(2)[0])
 
 
-def test_shares_that_cannot_be_cut_are_an_error() -> None:
-    with pytest.raises(DeclarationError, match=r"Shares of 3 tokens.*multiple of 4"):
-        join_context([torch.zeros(3), torch.zeros(3)], dim=0)
-
-
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 9])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (2, 5), (2, 6), (1, 4), (1, 5)])
 def test_a_query_attends_to_its_own_position_and_those_before_it_in_its_window(
@@ -337,7 +315,6 @@ def test_a_query_attends_to_its_own_position_and_those_before_it_in_its_window(
     assert part.is_square == (queries == keys)
 
 
-ONE = ParallelGroups.create(ParallelLayout())
 MAMBA_SIZES = MambaSizes(num_heads=4, head_dim=3, state_size=5, num_groups=2)
 
 
@@ -425,29 +402,6 @@ def test_a_mixer_in_bfloat16_has_some_parameters_in_float32() -> None:
     assert all(param.grad is not None for param in mixer.parameters())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"state_size": 0}, "state_size is 0"), ({"num_groups": 3}, "num_groups 3 does not divide num_heads 4")],
-)
-def test_sizes_that_no_mixer_has_are_an_error(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DeclarationError, match=message):
-        MambaSizes(**{"num_heads": 4, "head_dim": 3, "state_size": 5, **changes})
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (ParallelLayout(tp=8), "num_heads 4 of Mamba is not a multiple of tp=8"),
-        (ParallelLayout(tp=3), "num_groups 2 of Mamba is neither a multiple nor a divisor of tp=3"),
-        (ParallelLayout(tp=2, cp=4), "num_heads 4 of Mamba is not a multiple of tp=2 x cp=4 = 8"),
-    ],
-)
-def test_layouts_that_cannot_hold_a_mixer_are_an_error(layout: ParallelLayout, message: str) -> None:
-    assert any(message in fault for fault in MAMBA_SIZES.faults(layout))
-    with pytest.raises(DeclarationError, match=message):
-        MambaMixer(8, MAMBA_SIZES, ParallelGroups.offline(layout, rank=0))
-
-
 DELTA_SIZES = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=3)
 CONFIG = replace(
     SMALL_GPT,
@@ -472,7 +426,7 @@ def test_the_state_returns_the_last_value_of_each_key() -> None:
 
 
 def test_the_convolution_sees_a_token_and_those_before_it() -> None:
-    conv = CausalConv1d({"x": 2, "y": 1}, 3, ParallelGroups.create(ParallelLayout()))
+    conv = CausalConv1d({"x": 2, "y": 1}, 3, ONE)
     assert conv.bias is not None
     with torch.no_grad():
         conv.bias += torch.arange(3.0)
@@ -499,33 +453,59 @@ def test_every_layout_has_the_same_arrays_and_each_element_once(layout: Parallel
 
 
 def test_some_parameters_are_float32_in_a_model_in_bfloat16() -> None:
-    model = build_gpt(replace(CONFIG, params_dtype=torch.bfloat16), ParallelGroups.create(ParallelLayout()))
+    model = build_gpt(replace(CONFIG, params_dtype=torch.bfloat16), ONE)
     wide = {t.key for t in tensors_of(model.sharded_state_dict()) if t.dtype == torch.float32}
     of_layers = (f"decoder.layers.{n}.self_attention." for n in (0, 2))
     assert wide == {layer + name for layer in of_layers for name in ("A_log", "dt_bias")}
 
 
+def _offline(**axes: int) -> ParallelGroups:
+    return ParallelGroups.offline(ParallelLayout(**axes), 0)
+
+
 @pytest.mark.parametrize(
-    ("changes", "layout", "message"),
+    ("make", "message"),
     [
-        ({}, ParallelLayout(tp=2, cp=4), "num_value_heads 4 is not a multiple of tp=2 x cp=4 = 8"),
-        ({}, ParallelLayout(tp=4), "num_key_heads 2 is not a multiple of tp=4"),
-        ({"delta_net": None}, ParallelLayout(), "delta_net is None. Give it exactly if"),
-        ({"layer_blocks": None}, ParallelLayout(), "Give it exactly if layer_blocks has a delta_net"),
+        (lambda: replace(SIZES, kv_lora_rank=0), r"LatentSizes\.kv_lora_rank is 0. It must be at least 1"),
+        (lambda: replace(SIZES, q_lora_rank=0), r"LatentSizes\.q_lora_rank is 0. It must be at least 1"),
+        (lambda: replace(SIZES, v_head_dim=0), r"LatentSizes\.v_head_dim is 0. It must be at least 1"),
+        (lambda: join_context([torch.zeros(3)] * 2, dim=0), r"Shares of 3 tokens.*multiple of 4"),
+        (lambda: replace(MAMBA_SIZES, state_size=0), "state_size is 0"),
+        (lambda: replace(MAMBA_SIZES, num_groups=3), "num_groups 3 does not divide num_heads 4"),
+        (
+            lambda: MambaMixer(8, MAMBA_SIZES, _offline(tp=8)),
+            "num_heads 4 of Mamba is not a multiple of tp=8",
+        ),
+        (
+            lambda: MambaMixer(8, MAMBA_SIZES, _offline(tp=3)),
+            "num_groups 2 of Mamba is neither a multiple nor a divisor of tp=3",
+        ),
+        (
+            lambda: MambaMixer(8, MAMBA_SIZES, _offline(tp=2, cp=4)),
+            "num_heads 4 of Mamba is not a multiple of tp=2 x cp=4 = 8",
+        ),
+        (
+            lambda: CONFIG.check_layout(ParallelLayout(tp=2, cp=4)),
+            "num_value_heads 4 is not a multiple of tp=2 x cp=4 = 8",
+        ),
+        (lambda: CONFIG.check_layout(ParallelLayout(tp=4)), "num_key_heads 2 is not a multiple of tp=4"),
+        (lambda: replace(CONFIG, delta_net=None), "delta_net is None. Give it exactly if"),
+        (lambda: replace(CONFIG, layer_blocks=None), "Give it exactly if layer_blocks has a delta_net"),
+        (
+            lambda: replace(DELTA_SIZES, num_value_heads=3),
+            "num_value_heads 3 is not a multiple of num_key_heads 2",
+        ),
+        (lambda: replace(DELTA_SIZES, key_head_dim=0), r"DeltaNetConfig.key_head_dim is 0"),
+        (
+            lambda: GatedDeltaNet(16, 2, 4, 4, 3, _offline(tp=2, cp=4)),
+            r"2 value heads .* divided over cp=4. Choose .* tp x cp = 8",
+        ),
+        (
+            lambda: GatedDeltaNet(16, 2, 4, 4, 3, _offline(tp=4)),
+            "num_key_heads 2 cannot be cut into tp=4",
+        ),
     ],
 )
-def test_a_net_that_does_not_fit_is_an_error(changes: Any, layout: ParallelLayout, message: str) -> None:
+def test_sizes_that_make_no_mixer_are_an_error(make: Callable[[], object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
-        replace(CONFIG, **changes).check_layout(layout)
-
-
-def test_a_mixer_that_cannot_be_cut_is_an_error() -> None:
-    with pytest.raises(DeclarationError, match="num_value_heads 3 is not a multiple of num_key_heads 2"):
-        replace(DELTA_SIZES, num_value_heads=3)
-    with pytest.raises(DeclarationError, match=r"DeltaNetConfig.key_head_dim is 0"):
-        replace(DELTA_SIZES, key_head_dim=0)
-    groups = ParallelGroups.offline(ParallelLayout(tp=2, cp=4), 0)
-    with pytest.raises(DeclarationError, match=r"2 value heads .* divided over cp=4. Choose .* tp x cp = 8"):
-        GatedDeltaNet(16, 2, 4, 4, 3, groups)
-    with pytest.raises(DeclarationError, match="num_key_heads 2 cannot be cut into tp=4"):
-        GatedDeltaNet(16, 2, 4, 4, 3, ParallelGroups.offline(ParallelLayout(tp=4), 0))
+        make()

@@ -91,20 +91,8 @@ def test_biases_have_equal_gradients_on_all_ranks_of_etp() -> None:
         assert experts.linear_fc2.bias.grad[:, 0].tolist() == list(COUNTS)
 
 
-class Expert(nn.Module):
-    """A user's expert that knows nothing of megackpt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
-
-
 def test_experts_of_their_own_get_their_rows() -> None:
-    stack = ExpertStack(lambda index: Expert(), EXPERTS, ONE)
+    stack = ExpertStack(lambda index: nn.Linear(HIDDEN, HIDDEN), EXPERTS, ONE)
     out = stack(_rows(), COUNTS)
     parts = zip(stack.children(), _rows().split(COUNTS), strict=True)
     torch.testing.assert_close(out, torch.cat([expert(rows) for expert, rows in parts]))
@@ -116,24 +104,17 @@ def test_experts_of_their_own_get_their_rows() -> None:
 def test_experts_of_their_own_are_one_array_with_an_axis_over_experts() -> None:
     built = []
 
-    def build(index: int) -> Expert:
+    def build(index: int) -> nn.Linear:
         built.append(index)
-        return Expert()
+        return nn.Linear(HIDDEN, HIDDEN)
 
     stack = ExpertStack(build, 8, ParallelGroups.offline(ParallelLayout(dp=4, ep=2), 3))
     assert built == [4, 5, 6, 7]
     state = stack.sharded_state_dict("mlp.experts.", ((0, 1, 3),))
     assert list(state) == [f"mlp.experts.{name}" for name in stack.state_dict()]
-    last = state["mlp.experts.3.linear.weight"]
-    assert (last.key, last.global_shape) == ("mlp.experts.linear.weight", (3, 8, HIDDEN, HIDDEN))
+    last = state["mlp.experts.3.weight"]
+    assert (last.key, last.global_shape) == ("mlp.experts.weight", (3, 8, HIDDEN, HIDDEN))
     assert (last.global_offset, last.replica_id) == ((1, 7, 0, 0), (0, 0, 1))
-
-
-def test_an_expert_is_cut_over_etp_and_not_over_tp() -> None:
-    groups = ParallelGroups.offline(ParallelLayout(tp=4, etp=2), 3)
-    stack = ExpertStack(lambda index: ColumnParallelLinear(HIDDEN, 8, groups.experts), 2, groups)
-    weight = stack.sharded_state_dict()["0.weight"]
-    assert (weight.global_shape, weight.global_offset) == ((2, 8, HIDDEN), (0, 4, 0))
 
 
 def test_an_expert_made_with_the_groups_of_dense_layers_is_rejected() -> None:
@@ -287,7 +268,7 @@ UNEVEN = r"4 experts cannot be spread evenly over ep=3 ranks"
     ("make", "message"),
     [
         (lambda: GatedExperts(EXPERTS, HIDDEN, FFN, EP3), UNEVEN),
-        (lambda: ExpertStack(lambda index: Expert(), EXPERTS, EP3), UNEVEN),
+        (lambda: ExpertStack(lambda index: nn.Linear(HIDDEN, HIDDEN), EXPERTS, EP3), UNEVEN),
         (lambda: GatedExperts(EXPERTS, HIDDEN, FFN, ETP2), r"component 'gate' 5 cannot be cut into etp=2"),
         (
             lambda: MixtureOfExperts(Router(HIDDEN, EXPERTS, ONE, RoutingOptions()), Doubled(8, ONE), ONE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,59 +147,45 @@ def test_dropout_drops_inputs_of_the_adapter_in_training_only() -> None:
     torch.testing.assert_close(block.eval().fc2(X), whole)
 
 
-@pytest.mark.parametrize("config", [LoRAConfig(rank=3, targets=("a", "b.c"), alpha=1.5, dora=True)])
-def test_a_config_is_the_same_after_json(config: LoRAConfig) -> None:
+def test_a_config_is_the_same_after_json() -> None:
+    config = LoRAConfig(rank=3, targets=("a", "b.c"), alpha=1.5, dora=True)
     assert LoRAConfig.from_json(config.to_json()) == config
     for wrong in (None, {"rank": 3}, {**config.to_json(), "depth": 1}):
         with pytest.raises(DeclarationError, match="is no stored LoRAConfig"):
             LoRAConfig.from_json(wrong)
 
 
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"rank": 0}, "rank of an adapter is 0"),
-        ({"targets": "linear_qkv"}, "Give a tuple of names"),
-        ({"targets": ()}, "has no targets"),
-        ({"dropout": 1.0}, r"Give a number in \[0, 1\)"),
-    ],
-)
-def test_choices_that_make_no_sense_are_errors(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(DeclarationError, match=message):
-        LoRAConfig(**{"rank": 2, "targets": ("fc1",), **choices})
+def _add(module: nn.Module, target: str, rank: int = 2, groups: ParallelGroups = ONE, **choices: Any) -> None:
+    name = choices.pop("name", "default")
+    add_adapters(module, LoRAConfig(rank=rank, targets=(target,), **choices), groups, name=name)
+
+
+TP2 = ParallelGroups.offline(ParallelLayout(tp=2), 0)
+NEITHER = "neither dropout nor dora"
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("act", "message"),
     [
-        (("fc1", "fc9"), "ends with 'fc9'. Here are fc1, fc2, plain and their components"),
-        (("fc1", "fc1.up"), "targets 'fc1.up', 'fc1' name the same rows of 'fc1'"),
-        (("c1",), "ends with 'c1'"),
-        (("fc1.down",), "ends with 'fc1.down'"),
+        (lambda: LoRAConfig(rank=0, targets=("fc1",)), "rank of an adapter is 0"),
+        (lambda: LoRAConfig(rank=2, targets="linear_qkv"), "Give a tuple of names"),
+        (lambda: LoRAConfig(rank=2, targets=()), "has no targets"),
+        (lambda: LoRAConfig(rank=2, targets=("fc1",), dropout=1.0), r"Give a number in \[0, 1\)"),
+        (lambda: _with("fc1", "fc9"), "ends with 'fc9'. Here are fc1, fc2, plain and their components"),
+        (lambda: _with("fc1", "fc1.up"), "targets 'fc1.up', 'fc1' name the same rows of 'fc1'"),
+        (lambda: _with("c1"), "ends with 'c1'"),
+        (lambda: _with("fc1.down"), "ends with 'fc1.down'"),
+        (lambda: _add(_with("fc1"), "fc2"), "has an adapter 'default' already"),
+        (lambda: _add(_with("fc1"), "fc2", name="a.b"), r"'a\.b' cannot name an adapter"),
+        (lambda: merge_adapter(_with("fc1"), "other"), "no adapter 'other'; it has default"),
+        (lambda: _add(Block(TP2), "fc1", 3, TP2), r"rank of an adapter, 3 cannot be cut into tp=2"),
+        (lambda: _add(GatedExperts(2, 6, 4, ONE), "linear_fc1", dropout=0.5), NEITHER),
+        (lambda: _add(GatedExperts(2, 6, 4, ONE), "linear_fc1", dora=True), NEITHER),
     ],
 )
-def test_targets_that_fit_no_layer_are_errors(targets: tuple[str, ...], message: str) -> None:
+def test_adapters_that_do_not_fit_are_an_error(act: Callable[[], object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
-        _with(*targets)
-
-
-def test_names_and_ranks_that_do_not_fit_are_errors() -> None:
-    block = _with("fc1")
-    with pytest.raises(DeclarationError, match="has an adapter 'default' already"):
-        add_adapters(block, LoRAConfig(rank=2, targets=("fc2",)), ONE)
-    with pytest.raises(DeclarationError, match=r"'a\.b' cannot name an adapter"):
-        add_adapters(block, LoRAConfig(rank=2, targets=("fc2",)), ONE, name="a.b")
-    with pytest.raises(DeclarationError, match="no adapter 'other'; it has default"):
-        merge_adapter(block, "other")
-    tp2 = ParallelGroups.offline(ParallelLayout(tp=2), 0)
-    with pytest.raises(DeclarationError, match=r"rank of an adapter, 3 cannot be cut into tp=2"):
-        add_adapters(Block(tp2), LoRAConfig(rank=3, targets=("fc1",)), tp2)
-
-
-@pytest.mark.parametrize("choices", [{"dropout": 0.5}, {"dora": True}])
-def test_adapters_of_experts_have_neither_dropout_nor_dora(choices: dict[str, Any]) -> None:
-    with pytest.raises(DeclarationError, match="neither dropout nor dora"):
-        add_adapters(GatedExperts(2, 6, 4, ONE), LoRAConfig(rank=2, targets=("linear_fc1",), **choices), ONE)
+        act()
 
 
 def test_plain_experts_have_adapters_of_their_whole_rows() -> None:

@@ -194,51 +194,6 @@ def _marked() -> nn.Module:
 ENTITY = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
 
 
-@pytest.mark.parametrize(
-    ("declare", "key", "message"),
-    [
-        (
-            lambda: _row_cut(wieght=0),
-            "m.wieght",
-            r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct",
-        ),
-        (lambda: TpSharding(dim=-1), None, r"TpSharding\.dim is -1; give an int of at least 0"),
-        (
-            lambda: _row_cut(weight=TpSharding(dim=2)),
-            None,
-            r"'m\.weight'.*cuts dim 2.*\(2, 3\).*dim from 0 to 1",
-        ),
-        (
-            lambda: _row_cut(weight=TpSharding(dim=0, components={"a": 1, "b": 2})),
-            None,
-            r"'m\.weight'.*'a': 1, 'b': 2",
-        ),
-        (
-            lambda: sharded_state_dict(_marked(), GROUPS, "m."),
-            None,
-            r"'m\.0\.weight'.*marked tensor_model_parallel.*Declare it",
-        ),
-        (
-            lambda: Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),)),
-            None,
-            r"\(1, 0, 2\).*axes 0 to 0.*tp_sharding",
-        ),
-        (
-            lambda: TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True),
-            None,
-            r"components \['a'\] cannot have allow_shape_mismatch.*pad none",
-        ),
-        (lambda: second_copy(ENTITY, "e"), None, r"'w' cannot be declared as a copy of 'e'.*replica id 0"),
-    ],
-)
-def test_declarations_that_do_not_fit_are_an_error(
-    declare: Callable[[], object], key: str | None, message: str
-) -> None:
-    with pytest.raises(DeclarationError, match=message) as caught:
-        declare()
-    assert key is None or caught.value.key == key
-
-
 def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
     class Asked(nn.Module):
         def sharded_state_dict(self, **arguments: Any) -> dict[str, Any]:  # records what it was given
@@ -318,6 +273,23 @@ LABELS = torch.tensor([-1, 3])
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: _row_cut(wieght=0), r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct"),
+        (lambda: TpSharding(dim=-1), r"TpSharding\.dim is -1; give an int of at least 0"),
+        (lambda: _row_cut(weight=TpSharding(dim=2)), r"'m\.weight'.*cuts dim 2.*\(2, 3\).*dim from 0 to 1"),
+        (
+            lambda: _row_cut(weight=TpSharding(dim=0, components={"a": 1, "b": 2})),
+            r"'m\.weight'.*'a': 1, 'b': 2",
+        ),
+        (
+            lambda: sharded_state_dict(_marked(), GROUPS, "m."),
+            r"'m\.0\.weight'.*marked tensor_model_parallel.*Declare it",
+        ),
+        (lambda: Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),)), r"\(1, 0, 2\).*axes 0 to 0.*tp_sharding"),
+        (
+            lambda: TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True),
+            r"components \['a'\] cannot have allow_shape_mismatch.*pad none",
+        ),
+        (lambda: second_copy(ENTITY, "e"), r"'w' cannot be declared as a copy of 'e'.*replica id 0"),
         (lambda: ColumnParallelLinear(4, 4, ONE).split(torch.zeros(1, 4)), r"no named components.*mapping"),
         (lambda: RowParallelLinear(6, 4, _tp(4)), r"in_features 6.*tp=4"),
         (
@@ -356,12 +328,17 @@ LABELS = torch.tensor([-1, 3])
         ),
     ],
 )
-def test_what_cannot_be_cut_or_computed_is_an_error(make: Callable[[], object], message: str) -> None:
+def test_what_cannot_be_declared_cut_or_computed_is_an_error(
+    make: Callable[[], object], message: str
+) -> None:
     with pytest.raises(DeclarationError, match=message):
         make()
 
 
-def test_features_that_tp_does_not_divide_are_an_error_of_the_rank() -> None:
+def test_errors_of_declarations_have_the_key_or_the_rank() -> None:
+    with pytest.raises(DeclarationError) as caught:
+        _row_cut(wieght=0)
+    assert caught.value.key == "m.wieght"
     with pytest.raises(DeclarationError, match=r"out_features 6.*tp=4.*multiple of 4") as caught:
         ColumnParallelLinear(4, 6, _tp(4, 1))
     assert caught.value.rank == 1

@@ -12,7 +12,6 @@ from hypothesis.strategies import SearchStrategy, booleans, composite, integers,
 
 from megackpt import DeclarationError
 from megackpt.training.parallel import (
-    MicroBatch,
     ParallelGroups,
     ParallelLayout,
     StageTable,
@@ -28,54 +27,6 @@ from megackpt.training.parallel.schedule import (
     plan_interleaved,
 )
 from tests.support.effort import few
-
-
-def test_one_stage_is_plain_gradient_accumulation() -> None:
-    assert plan_1f1b(1, 0, 3) == (Forward(0), Backward(0), Forward(1), Backward(1), Forward(2), Backward(2))
-
-
-def test_neighbours_that_both_send_post_send_and_receive_together() -> None:
-    # First of two stages: activation 1 goes out while the gradient of 0 comes in.
-    first = Transfer(send_activation=Forward(1), receive_gradient=Backward(0))
-    second = Transfer(send_gradient=Backward(0), receive_activation=Forward(1))
-    assert first in plan_1f1b(2, 0, 3)
-    assert second in plan_1f1b(2, 1, 3)
-
-
-def test_a_plan_for_a_stage_that_does_not_exist_is_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"stage 2 of 2.*stage of 0\.\.1"):
-        plan_1f1b(2, 2, 1)
-
-
-def test_the_last_stage_of_an_interleaved_plan_sends_to_the_first() -> None:
-    # Two stages, two chunks, two micro-batches: chunk 0 of the last stage feeds chunk 1 of the first one.
-    first, last = (plan_interleaved(2, stage, 2, 2) for stage in range(2))
-    assert first[:7] == (
-        Forward(0, 0),
-        Transfer(send_activation=Forward(0, 0)),
-        Forward(1, 0),
-        Transfer(send_activation=Forward(1, 0), receive_activation=Forward(0, 1)),
-        Forward(0, 1),
-        Transfer(send_activation=Forward(0, 1), receive_activation=Forward(1, 1)),
-        Forward(1, 1),
-    )
-    assert last[1:4] == (
-        Forward(0, 0),
-        Transfer(send_activation=Forward(0, 0), receive_activation=Forward(1, 0)),
-        Forward(1, 0),
-    )
-
-
-def test_a_plan_without_chunks_is_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"0 model chunks.*at least one"):
-        plan_interleaved(2, 0, 0, 2)
-
-
-def test_no_micro_batch_is_rejected() -> None:
-    batches: list[MicroBatch] = []
-    with pytest.raises(DeclarationError, match=r"no micro-batch.*at least one"):
-        forward_backward(lambda x, y: x, batches, ParallelGroups.create(ParallelLayout()))  # type: ignore[arg-type]
-
 
 UNTIMED = settings(max_examples=few(40, of=100), deadline=None)  # a busy machine is no error
 stages_ = integers(1, 6)
@@ -192,10 +143,14 @@ def test_1f1b_ends_without_deadlock_even_if_nothing_is_buffered(stages: int, mic
 
 
 @UNTIMED
-@given(stages=stages_, micro_batches=micro_batches_)
-def test_forward_plan_ends_without_deadlock(stages: int, micro_batches: int) -> None:
-    done = Network([plan_forward(stages, stage, micro_batches) for stage in range(stages)]).run()
-    assert sum(isinstance(action, Forward) for _, action in done) == stages * micro_batches
+@given(stages=stages_, chunks=chunks_, micro_batches=micro_batches_)
+def test_forward_plan_ends_without_deadlock(stages: int, chunks: int, micro_batches: int) -> None:
+    if chunks > 1:
+        micro_batches *= stages
+    plans = [plan_forward(stages, stage, micro_batches, chunks=chunks) for stage in range(stages)]
+    done = Network(plans, chunks).run()
+    assert not any(isinstance(action, Backward) for _, action in done)
+    assert sum(isinstance(action, Forward) for _, action in done) == stages * chunks * micro_batches
 
 
 @UNTIMED
@@ -256,15 +211,6 @@ def test_interleaved_forwards_in_flight_are_bounded(stages: int, chunks: int, ro
 
 
 @UNTIMED
-@given(stages=stages_, chunks=integers(2, 4), rounds=rounds_)
-def test_forward_plan_of_several_chunks_ends_without_deadlock(stages: int, chunks: int, rounds: int) -> None:
-    plans = [plan_forward(stages, stage, rounds * stages, chunks=chunks) for stage in range(stages)]
-    done = Network(plans, chunks).run()
-    assert not any(isinstance(action, Backward) for _, action in done)
-    assert sum(isinstance(action, Forward) for _, action in done) == stages * chunks * rounds * stages
-
-
-@UNTIMED
 @given(stages=integers(2, 6), chunks=integers(2, 4), micro_batches=micro_batches_)
 def test_micro_batches_that_are_no_multiple_of_the_stages_are_rejected(
     stages: int, chunks: int, micro_batches: int
@@ -286,10 +232,6 @@ def test_an_even_table_of_two_virtual_stages_is_megatrons() -> None:
         for virtual_stage in range(2):
             first = virtual_stage * 8 + stage * 2
             assert table.layers_of(stage, virtual_stage) == (first, first + 1)
-
-
-def test_what_cannot_be_divided_goes_to_the_first_stages() -> None:
-    assert StageTable.even(5, pp=2).layers == ((0, 1, 2), (3, 4))
 
 
 def test_embedding_and_loss_may_count_as_layers() -> None:
@@ -379,6 +321,11 @@ def test_a_layer_on_no_stage_or_on_two_is_named(layers: tuple[tuple[int, ...], .
 
 
 EVEN = StageTable.even(4, pp=2)
+ALONE = ParallelGroups.create(ParallelLayout())
+
+
+def no_model(*_: Any) -> Any:
+    raise AssertionError("it is not called")
 
 
 @pytest.mark.parametrize(
@@ -394,9 +341,14 @@ EVEN = StageTable.even(4, pp=2)
         ),
         (lambda: EVEN.layers_of(1, 1), r"no stage 1 with virtual stage 1"),
         (lambda: EVEN.stage_of(4), r"no layer 4 in a model of 4"),
+        (lambda: plan_1f1b(2, 2, 1), r"stage 2 of 2.*stage of 0\.\.1"),
+        (lambda: plan_interleaved(2, 0, 0, 2), r"0 model chunks.*at least one"),
+        (lambda: forward_backward(no_model, [], ALONE), r"no micro-batch.*at least one"),
     ],
 )
-def test_what_does_not_fit_a_table_is_an_error(ask: Callable[[], object], message: str) -> None:
+def test_stages_and_micro_batches_that_there_are_not_are_an_error(
+    ask: Callable[[], object], message: str
+) -> None:
     EVEN.check_num_layers(4)
     EVEN.check_layout(pp=2, vpp=1)
     with pytest.raises(DeclarationError, match=message):

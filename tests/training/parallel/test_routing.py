@@ -193,11 +193,6 @@ def test_state_of_a_router_is_its_weight_and_bias() -> None:
     assert is_marked(router.weight, "sequence_parallel")
 
 
-def test_options_that_do_not_fit_the_experts_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"router of 5 experts.*num_experts 5 is not a multiple of"):
-        Router(HIDDEN, EXPERTS, GROUPS, RoutingOptions(num_groups=2))
-
-
 TOKENS, ROUTED = 64, 12
 RELATIVE = 1e-5
 
@@ -262,20 +257,35 @@ def test_scores_of_nought_have_finite_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("kind", "arguments", "text"),
     [
-        ({"top_k": 0}, r"top_k is 0. It must be at least 1"),
-        ({"top_k": 1}, r"top_k is 1 with normalise=True.*Set normalise=False"),
-        ({"num_groups": 2, "group_top_k": 3}, r"group_top_k 3 is larger than num_groups 2"),
-        ({"z_loss": -1.0}, r"z_loss is -1.0. It must be at least 0"),
-        ({"bias_rate": -1.0}, r"bias_rate is -1.0"),
-        ({"score_function": "tanh"}, r"score_function is 'tanh'. It must be 'softmax' or 'sigmoid'"),
-        ({"balance_over": "batch"}, r"balance_over is 'batch'. It must be 'sequence' or 'micro_batch'"),
+        (RoutingOptions, {"top_k": 0}, r"top_k is 0. It must be at least 1"),
+        (RoutingOptions, {"top_k": 1}, r"top_k is 1 with normalise=True.*Set normalise=False"),
+        (RoutingOptions, {"num_groups": 2, "group_top_k": 3}, r"group_top_k 3 is larger than num_groups 2"),
+        (RoutingOptions, {"z_loss": -1.0}, r"z_loss is -1.0. It must be at least 0"),
+        (RoutingOptions, {"bias_rate": -1.0}, r"bias_rate is -1.0"),
+        (
+            RoutingOptions,
+            {"score_function": "tanh"},
+            r"score_function is 'tanh'. It must be 'softmax' or 'sigmoid'",
+        ),
+        (
+            RoutingOptions,
+            {"balance_over": "batch"},
+            r"balance_over is 'batch'. It must be 'sequence' or 'micro_batch'",
+        ),
+        (Capacity, {"factor": 0.0}, r"factor is 0.0. It must be larger than 0"),
+        (Capacity, {"factor": math.nan}, r"factor is nan"),
+        (
+            Capacity,
+            {"factor": 1.0, "drop": "random"},
+            r"drop is 'random'. It must be 'weight' or 'position'",
+        ),
     ],
 )
-def test_options_that_cannot_be_are_rejected(arguments: dict[str, object], text: str) -> None:
+def test_options_that_cannot_be_are_rejected(kind: type, arguments: dict[str, object], text: str) -> None:
     with pytest.raises(DeclarationError, match=text):
-        RoutingOptions(**arguments)
+        kind(**arguments)
 
 
 def test_faults_name_what_does_not_fit_the_number_of_experts() -> None:
@@ -286,9 +296,10 @@ def test_faults_name_what_does_not_fit_the_number_of_experts() -> None:
         "num_experts 8 is not a multiple of num_groups 3"
     ]
     assert RoutingOptions(top_k=8).faults(8) == []
+    with pytest.raises(DeclarationError, match=r"router of 5 experts.*num_experts 5 is not a multiple of"):
+        Router(HIDDEN, EXPERTS, GROUPS, RoutingOptions(num_groups=2))
 
 
-ONE = ParallelGroups.create(ParallelLayout())
 DISPATCHED, TOP_K, DISPATCHED_HIDDEN = 6, 2, 5
 
 
@@ -362,7 +373,7 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(capacity: Capacit
     routing = _routing(9, seed=3)
     tokens = torch.randn(9, DISPATCHED_HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
     weights = routing.weights.requires_grad_()
-    dispatcher = TokenDispatcher(DISPATCHED, ONE, capacity=capacity)
+    dispatcher = TokenDispatcher(DISPATCHED, GROUPS, capacity=capacity)
     rows, dispatch = dispatcher.dispatch(tokens, routing)
     out = dispatcher.combine(_experts(rows, list(dispatch.counts)), dispatch)
     out.square().sum().backward()
@@ -385,31 +396,18 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(capacity: Capacit
 
 def test_a_token_that_all_experts_drop_gets_zeros() -> None:
     routing = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.tensor([[0.1], [0.4], [0.3], [0.2]]))
-    dispatcher = TokenDispatcher(2, ONE, capacity=Capacity(factor=1.0))
+    dispatcher = TokenDispatcher(2, GROUPS, capacity=Capacity(factor=1.0))
     rows, dispatch = dispatcher.dispatch(torch.ones(4, 3), routing)
     assert dispatch.counts == [2, 0]
     assert dispatcher.combine(rows, dispatch).sum(1).tolist() == pytest.approx([0, 1.2, 0.9, 0])
 
 
 def test_outputs_have_the_dtype_of_the_tokens() -> None:
-    dispatcher = TokenDispatcher(DISPATCHED, ONE)
+    dispatcher = TokenDispatcher(DISPATCHED, GROUPS)
     rows, dispatch = dispatcher.dispatch(
         torch.ones(9, DISPATCHED_HIDDEN, dtype=torch.bfloat16), _routing(9, seed=3)
     )
     assert dispatcher.combine(rows, dispatch).dtype == rows.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"factor": 0.0}, r"factor is 0.0. It must be larger than 0"),
-        ({"factor": math.nan}, r"factor is nan"),
-        ({"factor": 1.0, "drop": "random"}, r"drop is 'random'. It must be 'weight' or 'position'"),
-    ],
-)
-def test_a_capacity_that_cannot_be_is_rejected(arguments: dict[str, object], text: str) -> None:
-    with pytest.raises(DeclarationError, match=text):
-        Capacity(**arguments)
 
 
 LENGTH, BATCH, TP = 6, 4, 4

@@ -244,51 +244,51 @@ def test_fewer_tokens_of_an_equal_padded_size_leave_no_trained_rows_in_the_paddi
     check(stored, before, after, 50, 30)
 
 
+def vocabulary(rows: int, tokens: int | None, *, key: str = "e", value: float = 1.0) -> ShardedTensor:
+    """Return a tensor of so many rows, of which the first ones are tokens, as far as it says so."""
+    tensor = sharded(key, torch.full((rows, 2), value), allow_shape_mismatch=True)
+    return tensor if tokens is None else replace(tensor, unpadded_shape=(tokens, 2))
+
+
 def test_a_notice_names_what_was_cut_or_zeroed_of_an_array_without_vocabulary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = tmp_path / "old"
-    save({"e": sharded("e", torch.ones(8, 2), allow_shape_mismatch=True)}, where)
+    save({"e": vocabulary(8, None)}, where)
 
-    def loaded(rows: int, tokens: int | None) -> Tensor:
+    def asked(rows: int, tokens: int) -> Tensor:
         caplog.clear()
-        data = torch.full((rows, 2), 9.0)
-        asked = sharded("e", data, allow_shape_mismatch=True)
-        load({"e": asked if tokens is None else replace(asked, unpadded_shape=(tokens, 2))}, where)
-        return data
+        loaded: Tensor = load({"e": vocabulary(rows, tokens, value=9.0)}, where)["e"]
+        return loaded
 
     with caplog.at_level(logging.WARNING):
-        assert loaded(10, 9).tolist() == [[1, 1]] * 8 + [[0, 0]] * 2
+        assert asked(10, 9).tolist() == [[1, 1]] * 8 + [[0, 0]] * 2
         assert "does not say which of its rows are padding" in caplog.text
-        assert loaded(6, 5).tolist() == [[1, 1]] * 6
+        assert asked(6, 5).tolist() == [[1, 1]] * 6
         assert "rows that the model lacks are left out" in caplog.text
-        assert loaded(10, 8).tolist() == [[1, 1]] * 8 + [[0, 0]] * 2
+        assert asked(10, 8).tolist() == [[1, 1]] * 8 + [[0, 0]] * 2
         assert not caplog.records  # what became 0 is padding
-        assert loaded(8, 7).tolist() == [[1, 1]] * 8
+        assert asked(8, 7).tolist() == [[1, 1]] * 8
         assert not caplog.records
 
 
 def test_a_request_that_names_no_vocabulary_may_have_any_padding_but_not_too_few_rows(tmp_path: Path) -> None:
     """Such as a model of Megatron-Core, which reads our checkpoints."""
-    tensor = sharded("e", torch.ones(8, 2), allow_shape_mismatch=True)
-    save({"e": replace(tensor, unpadded_shape=(5, 2))}, tmp_path / "c")
+    save({"e": vocabulary(8, 5)}, tmp_path / "c")
     for rows in (5, 6, 8, 10):
-        data = torch.full((rows, 2), 9.0)
-        load({"e": sharded("e", data, allow_shape_mismatch=True)}, tmp_path / "c")
-        assert data.tolist() == [[1, 1]] * min(rows, 8) + [[0, 0]] * max(0, rows - 8)
+        loaded = load({"e": vocabulary(rows, None, value=9.0)}, tmp_path / "c")["e"]
+        assert loaded.tolist() == [[1, 1]] * min(rows, 8) + [[0, 0]] * max(0, rows - 8)
     with pytest.raises(MismatchError, match=r"KeyRule\(keys='\*e', cut=Policy\.WARN\)"):
-        load({"e": sharded("e", torch.zeros(4, 2), allow_shape_mismatch=True)}, tmp_path / "c")
+        load({"e": vocabulary(4, None)}, tmp_path / "c")
 
 
 def test_converted_and_renamed_checkpoints_keep_the_vocabulary_and_memory_of_the_load_is_zero(
     tmp_path: Path,
 ) -> None:
-    tensor = replace(sharded("e", torch.ones(8, 2), allow_shape_mismatch=True), unpadded_shape=(5, 2))
-    save({"e": tensor}, tmp_path / "a")
+    save({"e": vocabulary(8, 5)}, tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", to="torch_dist")
     convert(tmp_path / "b", tmp_path / "c", to="megackpt")
-    nines = sharded("new.e", torch.full((7, 2), 9.0), allow_shape_mismatch=True)
-    asked = replace(nines, unpadded_shape=(7, 2))
+    asked = vocabulary(7, 7, key="new.e", value=9.0)
     options = LoadOptions(rename={"e": "new.e"})
     loaded, report = load_with_report({"e": asked}, tmp_path / "c", options=options)
     assert loaded["e"].tolist() == [[1, 1]] * 5 + [[9, 9]] * 2
@@ -300,16 +300,15 @@ def test_converted_and_renamed_checkpoints_keep_the_vocabulary_and_memory_of_the
 
 
 def test_new_rows_stay_in_exchanges_and_in_tied_memory(tmp_path: Path) -> None:
-    tensor = replace(sharded("e", torch.ones(8, 2), allow_shape_mismatch=True), unpadded_shape=(5, 2))
-    save({"e": tensor}, tmp_path / "c")
+    save({"e": vocabulary(8, 5)}, tmp_path / "c")
 
     def on_rank(group: Group) -> list[float]:
-        data = torch.full((6, 2), 9.0)
-        asked = replace(sharded("e", data, allow_shape_mismatch=True), unpadded_shape=(6, 2))
+        asked = vocabulary(6, 6, value=9.0)
         # Twice in the same memory, so that each is read into memory of its own first.
         options = LoadOptions(exchange="all_to_all")
         load({"e": asked, "again": replace(asked)}, tmp_path / "c", group=group, options=options)
-        return data[:, 0].tolist()
+        assert asked.data is not None
+        return asked.data[:, 0].tolist()
 
     assert SimulatedWorld(2).run(on_rank) == [[1, 1, 1, 1, 1, 9]] * 2
 
@@ -326,7 +325,7 @@ def test_ranks_that_declare_other_vocabularies_are_an_error_before_the_commit(tm
 
 @pytest.mark.parametrize("entry", [{"e": [9, 2]}, {"e": [5]}, {"e": "5"}, {"e": [True, 2]}, [], 5])
 def test_a_damaged_entry_is_an_error(tmp_path: Path, entry: object) -> None:
-    tensor = replace(sharded("e", torch.ones(8, 2), allow_shape_mismatch=True), unpadded_shape=(5, 2))
+    tensor = vocabulary(8, 5)
     save({"e": tensor}, tmp_path / "c")
     manifest = tmp_path / "c" / "metadata.json"
     document = json.loads(manifest.read_text())
@@ -337,7 +336,7 @@ def test_a_damaged_entry_is_an_error(tmp_path: Path, entry: object) -> None:
 
 
 def test_a_wrong_unpadded_shape_is_an_error() -> None:
-    tensor = sharded("e", torch.ones(8, 2), allow_shape_mismatch=True)
+    tensor = vocabulary(8, None)
     for shape in [(9, 2), (5,)]:
         with pytest.raises(DeclarationError, match="is no part of global_shape"):
             replace(tensor, unpadded_shape=shape)
