@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import megackpt
-from megackpt import SaveOptions, ShardedObject, ShardedTensor
+from megackpt import SaveOptions, ShardedObject
 from megackpt.cli.simulation import ModelSizes
 from megackpt.comm import Group
 from megackpt.entities import ShardedStateDict
@@ -22,7 +22,7 @@ from megackpt.testing.world import SimulatedWorld
 from megackpt.training.optim import DistributedOptimizer
 from megackpt.training.parallel import ParallelGroups, ParallelLayout, RoutingOptions
 from models import GPTConfig, MoEConfig, build_gpt
-from tests.support.states import save_on_ranks
+from tests.support.states import flat_range, save_on_ranks, sharded
 from tests.support.zarr_v1 import copy_as_zarr_v1
 
 SAVED_FORMATS = sorted((strategy.backend, strategy.version) for strategy in save_strategies())
@@ -39,14 +39,10 @@ def state_of(rank: int) -> ShardedStateDict:
     numbers = torch.arange(48.0).reshape(6, 8)
     cut = (0, 21, 48)[rank : rank + 2]
     return {
-        "block": ShardedTensor.from_rank_offsets("block", numbers[:, 4 * rank : 4 * rank + 4], (1, rank, 2)),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat", numbers.flatten()[cut[0] : cut[1]], (6, 8), flattened_range=slice(*cut)
-        ),
-        "long": ShardedTensor.from_rank_offsets(
-            "long", LONG[rank * 200_000 : (rank + 1) * 200_000].clone(), (0, rank, 2)
-        ),
-        "half": ShardedTensor.from_rank_offsets("half", torch.ones(3).bfloat16(), replica_id=rank),
+        "block": sharded("block", numbers[:, 4 * rank : 4 * rank + 4], (1, rank, 2)),
+        "flat": flat_range("flat", numbers, *cut),
+        "long": sharded("long", LONG[rank * 200_000 : (rank + 1) * 200_000].clone(), (0, rank, 2)),
+        "half": sharded("half", torch.ones(3).bfloat16(), replica_id=rank),
         "object": ShardedObject("object", {"rank": rank, "seen": [1, 2.0]}, (RANKS,), (rank,)),
         **COMMON,
     }

@@ -39,6 +39,12 @@ def filled(
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, value, dtype=dtype), (0, rank, ranks))
 
 
+def flat_range(key: str, array: torch.Tensor, start: int, stop: int) -> ShardedTensor:
+    """Declare some elements of an array, in row-major order."""
+    data, shape = array.flatten()[start:stop].clone(), tuple(array.shape)
+    return ShardedTensor.from_rank_offsets_flat(key, data, shape, flattened_range=slice(start, stop))
+
+
 def save_on_ranks(
     ranks: int, state_of: Callable[[int], Any], target: Path | Store, *strategy: Any, **options: Any
 ) -> None:

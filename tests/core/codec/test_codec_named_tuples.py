@@ -93,11 +93,6 @@ class Corner(Plain, enum.Enum):
     LEFT = 1, 2
 
 
-class Local:
-    class Inner(typing.NamedTuple):  # noqa: D106
-        value: int
-
-
 class NoTuple:
     _fields = ("a", "b")
 
@@ -110,7 +105,7 @@ HERE = __name__
 CALL = Call(Caller("loss", 3), 7)
 VALUES = [
     CALL, Caller("x"), Point(1, torch.arange(3.0)), Box([1, {"a": torch.ones(2)}]), Plain(1, (2, 3)), Empty(),
-    Checked(1, 2), Loose("message", 2), Local.Inner(1),
+    Checked(1, 2), Loose("message", 2),
 ]  # fmt: skip
 
 
@@ -143,6 +138,11 @@ def test_a_class_that_has_a_codec_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert leaf_digests([Mine(len)]) == leaf_digests([Mine(max)])
 
 
+class Local:
+    class Inner(typing.NamedTuple):  # noqa: D106
+        value: int
+
+
 def _local() -> Any:
     class Hidden(typing.NamedTuple):
         value: int
@@ -172,6 +172,10 @@ def test_a_named_tuple_that_would_load_as_another_value_is_an_error(value: Any, 
             function({"args": types.SimpleNamespace(x=value)})
     with pytest.raises(UnserializableError, match=r"named tuple|cannot be pickled|does not load"):
         save_value(value, path="args")
+
+
+def test_a_class_inside_of_another_is_found() -> None:
+    assert difference(round_trip(Local.Inner(1)), Local.Inner(1)) is None
 
 
 def _tree(name: str = "Caller", fields: Any = (("message", "a"), ("rank", 1)), module: str = HERE) -> Any:

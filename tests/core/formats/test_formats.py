@@ -17,7 +17,6 @@ from megackpt import (
     IntegrityError,
     LoadOptions,
     ShardedObject,
-    ShardedTensor,
     load,
     load_content_metadata,
     save,
@@ -38,7 +37,7 @@ from megackpt.testing.format_suite import FormatConformance
 from megackpt.testing.identical import difference
 from tests.support.checkpoints import contents
 from tests.support.effort import few
-from tests.support.states import save_on_ranks, sharded
+from tests.support.states import flat_range, save_on_ranks, sharded
 from tests.support.zarr_v1 import save_zarr_v1
 
 
@@ -256,9 +255,7 @@ def golden_state(rank: int) -> ShardedStateDict:
     return {
         "weight": sharded("weight", WEIGHT[:, 4 * rank : 4 * rank + 4].clone(), (1, rank, 2)),
         "scale": sharded("scale", SCALE.clone(), replica_id=rank),
-        "moment": ShardedTensor.from_rank_offsets_flat(
-            "moment", MOMENT.flatten()[start:stop].clone(), (6, 8), flattened_range=slice(start, stop)
-        ),
+        "moment": flat_range("moment", MOMENT, start, stop),
         "loader": ShardedObject("loader", {"rank": rank, "seen": [1, 2, rank]}, (RANKS,), (rank,)),
         **COMMON,
     }
@@ -306,12 +303,7 @@ def long_state(rank: int) -> ShardedStateDict:
     return {
         **golden_state(rank),
         "long": sharded("long", LONG_ARRAY.clone(), replica_id=rank),
-        "long_flat": ShardedTensor.from_rank_offsets_flat(
-            "long_flat",
-            LONG_FLAT.flatten()[start:stop].clone(),
-            tuple(LONG_FLAT.shape),
-            flattened_range=slice(start, stop),
-        ),
+        "long_flat": flat_range("long_flat", LONG_FLAT, start, stop),
     }
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import megackpt
-from megackpt import LoadOptions, ShardedObject, ShardedTensor
+from megackpt import LoadOptions, ShardedObject
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from megackpt.formats.index_file import WholeIndex, read_index, write_index
 from megackpt.formats.index_head import StoredColumn, require
@@ -45,7 +45,7 @@ from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
-from tests.support.states import ask, box, damaged, save_on_ranks, sharded, small, stack
+from tests.support.states import ask, box, damaged, flat_range, save_on_ranks, sharded, small, stack
 
 ATTEMPT = "0" * 16
 RANKS = 150  # more than twice as many as are put in order at once
@@ -289,12 +289,9 @@ def state(rank: int, ranks: int) -> dict[str, Any]:
     rows, dim = (48 // ranks, 0) if ranks % 2 else (24 // ranks, 1)
     part = values.narrow(dim, rank * rows, rows).contiguous()
     numel = 48 * 24 // ranks
-    flat = values.reshape(-1)[rank * numel : (rank + 1) * numel].clone()
     return {
         "w": sharded("w", part, (dim, rank, ranks)),
-        "m": ShardedTensor.from_rank_offsets_flat(
-            "m", flat, (48, 24), flattened_range=slice(rank * numel, (rank + 1) * numel)
-        ),
+        "m": flat_range("m", values, rank * numel, (rank + 1) * numel),
         "o": ShardedObject("o", {"rank": rank}, (ranks,), (rank,)),
     }
 

@@ -47,7 +47,7 @@ from megackpt.testing.faulty_store import FaultyStore
 from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import sampled
-from tests.support.states import bits, filled, random_bits, save_on_ranks, sharded
+from tests.support.states import bits, filled, flat_range, random_bits, save_on_ranks, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -67,10 +67,7 @@ def state_of(rank: int) -> dict[str, Any]:
         array = whole(dtype)
         rows = array[rank * 3 : rank * 3 + 3].clone()
         state[f"rows.{dtype}"] = sharded(f"rows.{dtype}", rows, (0, rank, 2))
-        part = slice(*((0, 17), (17, 30))[rank])
-        state[f"flat.{dtype}"] = ShardedTensor.from_rank_offsets_flat(
-            f"flat.{dtype}", array.flatten()[part].clone(), SHAPE, flattened_range=part
-        )
+        state[f"flat.{dtype}"] = flat_range(f"flat.{dtype}", array, *((0, 17), (17, 30))[rank])
         state[f"same.{dtype}"] = sharded(f"same.{dtype}", array.T, replica_id=rank)
     state["scalar"] = sharded("scalar", torch.tensor(2.5), replica_id=rank)
     state["empty"] = sharded("empty", torch.zeros(0, 3), replica_id=rank)

@@ -206,7 +206,7 @@ def test_paths_and_stores_are_accepted_and_only_what_a_path_opens_is_closed_also
         function(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     assert len(opened) >= 3
-    assert all(each.is_closed for each in opened)
+    assert all(path_store.is_closed for path_store in opened)
     assert not store.is_closed
 
 
