@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import FormatError, MissingExtraError, StorageError
 from megackpt.formats.array_digests import ArrayDigester
-from megackpt.plans.geometry import Box
+from megackpt.plans.geometry import Box, box_ranges
 from megackpt.plans.metadata import ArraySpec, ChunkTable
 from megackpt.storage import (
     BlockDigester,
@@ -555,6 +556,19 @@ def test_parts_of_chunks_from_anywhere_and_of_any_length_make_up_the_digest(
             contributions[row] ^= np.uint64(part.result())
     whole = digester.combine(contributions, {"array"})
     assert whole == {"array": checksums.crc64nvme(array.tobytes())}
+
+
+@settings(max_examples=few(40, of=400), deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
+def test_runs_are_the_positions_of_the_bytes_of_a_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    location = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
+    for box in data.draw(boxes(shape)):
+        if box.numel:
+            runs = box_ranges(box.start, box.shape, shape, itemsize=2)
+            begins = [runs.begin_of(run) for run in range(runs.count)]
+            positions = [begin + at for begin in begins for at in range(runs.nbytes)]
+            assert positions == location[box.slices()].reshape(-1).tolist()
+            assert all(extent > 1 for extent in runs.extents)
 
 
 def test_the_finished_value_is_that_of_the_catalogue() -> None:
