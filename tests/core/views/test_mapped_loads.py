@@ -267,12 +267,7 @@ def test_dims_are_split_and_numbers_added_for_a_family_of_ones_own(
 ) -> None:
     fused, norm = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2)), torch.arange(4.0)
     starts = [sum(columns[:i]) for i in range(len(columns))]
-    chunks = [
-        ShardedTensor(
-            "gate_up", fused[..., a : a + n].clone(), torch.float32, (2, 4, n), (2, 4, 12), (0, 0, a)
-        )
-        for a, n in zip(starts, columns, strict=True)
-    ]
+    chunks = [columns_of(fused[..., a : a + n].clone(), a) for a, n in zip(starts, columns, strict=True)]
     megackpt.save({"ln": declared("ln", norm), "chunks": chunks}, tmp_path / "ckpt")
     own = Family("own", ("own",), lambda config, keys: FamilyRules(OWN_RULES, OWN_SIZES))
     state = {"norm": torch.zeros(4), "gate": torch.zeros(2, 6, 4), "up": torch.zeros(2, 6, 4)}

@@ -225,12 +225,8 @@ def test_a_rank_whose_share_takes_longer_than_the_time_out_is_waited_for() -> No
     results = SimulatedWorld(THREE, timeout_s=TIMEOUT_S).run(
         lambda group: verify_on_all_ranks(group, look, timeout_s=TIMEOUT_S)
     )
-    assert results[0] == [Damage(what=f"of {(0, 3)}"), Damage(what="of all"), *map(_of, (1, 2))]
-    assert results[1] == results[2] == results[0]
-
-
-def _of(rank: int) -> Damage:
-    return Damage(what=f"of {(rank, THREE)}")
+    damages = [Damage(what=what) for what in ("of (0, 3)", "of all", "of (1, 3)", "of (2, 3)")]
+    assert results == [damages] * THREE
 
 
 def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading() -> None:
@@ -335,11 +331,6 @@ def test_damage_to_a_parity_file_is_found_by_one_share(tmp_path: Path, harm: str
     assert [progress.done for progress in counted] == [progress.announced for progress in counted]
 
 
-def replace_by_link(file: Path, elsewhere: Path) -> None:
-    file.rename(elsewhere / file.name)
-    file.symlink_to(elsewhere / file.name)
-
-
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("backend", ["megackpt", "torch_dist"])
 def test_a_linked_data_file_is_damage_and_hides_no_other_damage(
@@ -351,7 +342,8 @@ def test_a_linked_data_file_is_damage_and_hides_no_other_damage(
     is_native = backend == "megackpt"
     save(state, directory, backend, options=SaveOptions(parity=4 if is_native else None))
     (data_file,) = directory.glob("data/*" if is_native else "__0_0_*.distcp")
-    replace_by_link(data_file, elsewhere)
+    data_file.rename(elsewhere / data_file.name)
+    data_file.symlink_to(elsewhere / data_file.name)
     (common,) = directory.glob("common-*.json" if is_native else "common-*.pt")
     common.unlink()
 
