@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from megackpt.comm import Group, compare_step, gather_step, scatter_step
+from megackpt.comm.store_host import StoreAddress, connect_store
 
 
 class MessagesOnly(Group):
@@ -18,6 +22,23 @@ class MessagesOnly(Group):
 
     def gather(self, data: bytes) -> list[bytes]:
         return self._group.gather(data)
+
+
+def on_clients(server: Any, ranks: int, act: Callable[[Any, int], Any]) -> list[Any]:
+    """Run on every rank, each with a client of its own and its number; return results or errors."""
+    address = StoreAddress("localhost", server.port)
+    connected = threading.Barrier(ranks)  # only from then on do deadlines count
+
+    def run_rank(rank: int) -> Any:
+        client = connect_store(address, timeout_s=30)
+        connected.wait(60)
+        try:
+            return act(client, rank)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            return error
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(run_rank, range(ranks)))
 
 
 def shared(group: Group, data: bytes, *, doing: str = "sharing") -> list[bytes]:

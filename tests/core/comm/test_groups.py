@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from megackpt import (
     RankFailedError,
     ShardedTensor,
     StorageError,
-    load,
     save,
 )
 from megackpt.comm import (
@@ -39,10 +37,12 @@ from megackpt.comm import (
 )
 from megackpt.comm.store_group import PART_BYTES, StoreGroup
 from megackpt.comm.store_host import StoreAddress, StoreHost, connect_store
-from megackpt.comm.transport import LostPeerError, PairTransport, _PeerThread
+from megackpt.comm.transport import LostPeerError, PairTransport
 from megackpt.ground.notices import collected_notices, log_notices, notice
 from megackpt.testing.world import SimulatedWorld
-from tests.support.groups import MessagesOnly, compared, gathered, scattered, shared
+from tests.support.groups import MessagesOnly, compared, gathered, on_clients, scattered, shared
+from tests.support.states import sharded
+from tests.support.worlds import error_of_all, loading
 
 KINDS: dict[str, Callable[[Group], Group]] = {"reducing": lambda group: group, "plain": MessagesOnly}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -66,10 +66,9 @@ def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
                 raise StorageError("no space", path="p")
             step.equal["a number"] = 1
 
-    for error in SimulatedWorld(3).outcomes(run):
-        assert isinstance(error, StorageError)
-        assert (error.rank, error.path) == (2, "p")
-        assert "Rank 2 failed while comparing: no space" in str(error)
+    error = error_of_all(3, run, StorageError)
+    assert (error.rank, error.path) == (2, "p")
+    assert "Rank 2 failed while comparing: no space" in str(error)
 
 
 @kinds
@@ -101,28 +100,20 @@ def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, r
 
 
 @kinds
-def test_what_rank_0_finds_wrong_with_others_is_reported_unchanged(kind: str) -> None:
-    def run(group: Group) -> None:
+def test_what_rank_0_finds_wrong_with_others_is_reported_unchanged_and_its_mistake_is_called_so(
+    kind: str,
+) -> None:
+    def run(group: Group, own: Exception) -> None:
         with scatter_step(KINDS[kind](group), "planning"):
             if group.rank == 0:
-                raise CoverageError("nobody saves 'w'", key="w", rank=2)
+                raise own
 
-    for error in SimulatedWorld(3).outcomes(run):
-        assert isinstance(error, CoverageError)
-        assert (error.message, error.key, error.rank) == ("nobody saves 'w'", "w", 2)
-
-
-@kinds
-def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
-    def run(group: Group) -> None:
-        with scatter_step(KINDS[kind](group), "planning"):
-            if group.rank == 0:
-                raise ZeroDivisionError("oh")
-
-    for error in SimulatedWorld(3).outcomes(run):
-        assert isinstance(error, RankFailedError)
-        assert error.rank == 0
-        assert "Rank 0 failed while planning: ZeroDivisionError: oh" in str(error)
+    wrong = CoverageError("nobody saves 'w'", key="w", rank=2)
+    of_others = error_of_all(3, lambda group: run(group, wrong), CoverageError)
+    assert (of_others.message, of_others.key, of_others.rank) == ("nobody saves 'w'", "w", 2)
+    error = error_of_all(3, lambda group: run(group, ZeroDivisionError("oh")), RankFailedError)
+    assert error.rank == 0
+    assert "Rank 0 failed while planning: ZeroDivisionError: oh" in str(error)
 
 
 @kinds
@@ -145,28 +136,10 @@ def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, 
 RANKS = 3
 
 
-@pytest.fixture
-def server() -> Any:
-    return dist.TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
-
-
 def on_ranks(server: Any, act: Callable[[StoreGroup], Any], *, timeout_s: float = 10) -> list[Any]:
     """Run on every rank, each with a client of its own; return results or errors."""
-    address = StoreAddress("localhost", server.port)
-    connected = threading.Barrier(RANKS)  # only from then on do deadlines count
-
-    def run_rank(rank: int) -> Any:
-        client = connect_store(address, timeout_s=30)
-        connected.wait(60)
-        try:
-            return act(StoreGroup(client, prefix="job", rank=rank, size=RANKS, timeout_s=timeout_s))
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            return error
-
-    with ThreadPoolExecutor(RANKS) as threads:
-        return list(threads.map(run_rank, range(RANKS)))
+    group = partial(StoreGroup, prefix="job", size=RANKS, timeout_s=timeout_s)
+    return on_clients(server, RANKS, lambda client, rank: act(group(client, rank=rank)))
 
 
 @pytest.mark.parametrize("nbytes", [0, 3, PART_BYTES + 5])
@@ -184,17 +157,6 @@ def test_messages_arrive_and_nothing_of_them_stays(server: Any, nbytes: int) -> 
     before = server.num_keys()
     assert on_ranks(server, meet) == [None] * RANKS
     assert server.num_keys() == before
-
-
-def test_an_error_of_one_rank_is_that_of_all(server: Any) -> None:
-    def meet(group: StoreGroup) -> None:
-        with errors_on_all_ranks(group, "writing"):
-            if group.rank == 2:
-                raise StorageError("the disk is full", path="/data")
-
-    for error in on_ranks(server, meet):
-        assert isinstance(error, StorageError)
-        assert (error.rank, error.path) == (2, "/data")
 
 
 def test_a_rank_that_does_not_come_is_named_to_all(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,26 +227,18 @@ READERS = 4
 log = logging.getLogger("megackpt.tests")
 
 
-def whole(key: str, data: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data)
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def load_on_ranks(directory: Path, state: Any, **arguments: Any) -> None:
     """Load on all ranks; state gives what a rank asks for."""
-
-    def load_rank(group: Group) -> None:
-        load(state(group.rank), directory, group=group, **arguments)
-
-    SimulatedWorld(READERS).run(load_rank)
+    SimulatedWorld(READERS).run(loading(state, directory, **arguments))
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    save({"a": whole("a", torch.ones(4)), "b": whole("b", torch.ones(2))}, tmp_path / "c", "torch_dist")
+    save({"a": sharded("a", torch.ones(4)), "b": sharded("b", torch.ones(2))}, tmp_path / "c", "torch_dist")
     return tmp_path / "c"
 
 
@@ -293,10 +247,8 @@ def test_each_warning_of_a_load_is_logged_once(directory: Path, caplog: pytest.L
     options = LoadOptions(rules=rules, allow_unsafe_pickle=True)
 
     def state(rank: int) -> dict[str, ShardedTensor]:
-        asked = {"a": whole("a", torch.zeros(4, dtype=torch.bfloat16)), "new": whole("new", torch.zeros(1))}
-        return {
-            name: ShardedTensor.from_rank_offsets(t.key, t.data, replica_id=rank) for name, t in asked.items()
-        }
+        asked = {"a": torch.zeros(4, dtype=torch.bfloat16), "new": torch.zeros(1)}
+        return {key: sharded(key, data, replica_id=rank) for key, data in asked.items()}
 
     load_on_ranks(directory, state, strict="log_all", options=options)
     message = warnings_of(caplog)
@@ -309,7 +261,7 @@ def test_what_only_some_ranks_see_names_one_of_them(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def state(rank: int) -> dict[str, ShardedTensor]:
-        return {"new": whole("new", torch.zeros(1))} if rank > 1 else {"a": whole("a", torch.zeros(4))}
+        return {"new": sharded("new", torch.zeros(1))} if rank > 1 else {"a": sharded("a", torch.zeros(4))}
 
     load_on_ranks(directory, state, strict="log_unexpected")
     (message,) = warnings_of(caplog)
@@ -327,12 +279,12 @@ def test_values_that_every_rank_keeps_are_warned_of_once(
 def test_going_back_to_an_older_step_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"a": whole("a", torch.ones(4))})
+            checkpointer.save(step, {"a": sharded("a", torch.ones(4))})
     next((tmp_path / "iter_0000002" / "data").iterdir()).unlink()
 
     def load_rank(group: Group) -> None:
         options = LoadOptions(on_corrupt="fallback")
-        Checkpointer(tmp_path, group=group, load_options=options).load({"a": whole("a", torch.zeros(4))})
+        Checkpointer(tmp_path, group=group, load_options=options).load({"a": sharded("a", torch.zeros(4))})
 
     SimulatedWorld(READERS).run(load_rank)
     assert len([text for text in warnings_of(caplog) if "going back to step 1" in text]) == 1
@@ -355,39 +307,23 @@ class NoConnection(PairTransport):
     """A transport whose peers cannot be connected: gloo raises a ValueError for some addresses."""
 
     def __init__(self) -> None:  # without a store and devices
-        self._peers = {}
+        self._peers, self.attempts = {}, list[int]()
 
     def _connect(self, peer: int, deadline: float) -> tuple[Any, int]:
+        self.attempts.append(peer)
         raise ValueError("no such device")
 
 
-def test_an_error_of_any_class_is_raised_as_that_of_the_peer() -> None:
+def test_an_error_of_any_class_is_that_of_the_peer_and_the_next_transfer_connects_again() -> None:
     transport = NoConnection()
-    transfer = transport.begin([(1, memoryview(bytearray(8)))], [], timeout_s=30)
-    with pytest.raises(LostPeerError) as raised:
-        transfer.wait(20)  # returns False if the thread has died
-    assert raised.value.rank == 1
-    assert isinstance(raised.value.why, ValueError)
-    transport._peers[1].close()
-
-
-def test_the_thread_of_a_peer_goes_on_after_an_error() -> None:
-    """A second transfer connects again."""
-    attempts: list[int] = []
-
-    def connect(peer: int, deadline: float) -> tuple[Any, int]:
-        attempts.append(peer)
-        raise ValueError("no such device")
-
-    thread = _PeerThread(3, connect)
-    transport = NoConnection()
-    transport._peers = {3: thread}
     for _ in range(2):
-        transfer = transport.begin([(3, memoryview(bytearray(8)))], [], timeout_s=30)
-        with pytest.raises(LostPeerError):
-            transfer.wait(20)
-    assert attempts == [3, 3]
-    thread.close()
+        transfer = transport.begin([(1, memoryview(bytearray(8)))], [], timeout_s=30)
+        with pytest.raises(LostPeerError) as raised:
+            transfer.wait(20)  # returns False if the thread has died
+        assert raised.value.rank == 1
+        assert isinstance(raised.value.why, ValueError)
+    assert transport.attempts == [1, 1]
+    transport._peers[1].close()
 
 
 def test_the_error_of_a_rank_comes_before_those_of_ranks_that_wait_for_it(tmp_path: Path) -> None:

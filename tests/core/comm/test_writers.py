@@ -11,9 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -22,12 +20,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megackpt.comm import store_group, writer_group
 from megackpt.comm.child_processes import child_environment
 from megackpt.comm.group import decode_error, encode_error
-from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
+from megackpt.comm.store_host import StoreAddress, host_towards
 from megackpt.comm.transport import TRANSPORT_VARIABLE, open_transport
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background import process as writer_process
@@ -50,7 +47,7 @@ from megackpt.engine.background.staging_memory import StagingMemory, StreamClose
 from megackpt.engine.data.workers import run_jobs, useful_threads
 from megackpt.errors import DeclarationError, WriterFailedError
 from megackpt.options import AsyncOptions
-from tests.support.groups import shared
+from tests.support.groups import on_clients, shared
 from tests.support.writers import wait_for
 
 
@@ -115,12 +112,9 @@ def test_jobs_that_wait_for_nothing_share_the_processors_with_other_ranks(
 MIB = 1 << 20
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_group, "LOOK_EVERY_S", 0.2)
-    return dist.TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
 
 
 def on_ranks(
@@ -129,24 +123,14 @@ def on_ranks(
     """Run on every rank, each with a client of its own; return results or errors."""
     address = StoreAddress("localhost", server.port)
 
-    def run_rank(rank: int) -> Any:
-        group = WriterGroup(
-            connect_store(address, timeout_s=30),
-            address=address,
-            prefix="job",
-            rank=rank,
-            size=ranks,
-            timeout_s=timeout_s,
-        )
+    def run_rank(client: Any, rank: int) -> Any:
+        group = WriterGroup(client, address=address, prefix="job", rank=rank, size=ranks, timeout_s=timeout_s)
         try:
             return act(group)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            return error
         finally:
             group.leave()
 
-    with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(run_rank, range(ranks)))
+    return on_clients(server, ranks, run_rank)
 
 
 def text(rank: int, other: int, nbytes: int) -> memoryview:
@@ -621,25 +605,22 @@ def fake_session(monkeypatch: pytest.MonkeyPatch) -> Session:
 
 
 @pytest.mark.parametrize(
-    ("options", "waited_for", "at_the_end"),
+    ("options", "waited_for"),
     [
-        (AsyncOptions(when_busy="wait"), [0], [0]),
-        (AsyncOptions(when_busy="queue"), [3], [0]),  # with the next one, four are pending
-        (AsyncOptions(when_busy="skip"), [], [0]),
+        (AsyncOptions(when_busy="wait"), [0]),
+        (AsyncOptions(when_busy="queue"), [3]),  # with the next one, four are pending
+        (AsyncOptions(when_busy="skip"), []),
     ],
 )
 def test_a_save_waits_for_earlier_ones_as_long_as_its_option(
-    fake_session: Session, options: AsyncOptions, waited_for: list[int], at_the_end: list[int]
+    fake_session: Session, options: AsyncOptions, waited_for: list[int]
 ) -> None:
     saver = AsyncSaver(options)
     saver.turn()
     assert fake_session.most_pending == waited_for
-    fake_session.most_pending.clear()
     saver.turn(waits=True)
-    assert fake_session.most_pending == at_the_end
-    fake_session.most_pending.clear()
     saver.close()
-    assert fake_session.most_pending == [0]
+    assert fake_session.most_pending == [*waited_for, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -660,27 +641,16 @@ def test_neighbours_that_write_equal_bytes_are_staged_together_if_all_fit(
     saver.close()
 
 
-def test_a_closed_saver_that_is_forgotten_leaves_the_process_to_its_next_user(fake_session: Session) -> None:
+@pytest.mark.parametrize(("end", "is_kept"), [("close", True), ("abandon", False), (None, False)])
+def test_a_saver_that_is_forgotten_ends_its_process_once_unless_it_was_closed(
+    fake_session: Session, end: str | None, is_kept: bool
+) -> None:
     saver = AsyncSaver(AsyncOptions())
-    saver.close()
+    if end is not None:
+        getattr(saver, end)()
     del saver
     gc.collect()
-    assert fake_session.ends == [True]
-
-
-def test_a_saver_that_is_abandoned_and_forgotten_ends_its_process_once(fake_session: Session) -> None:
-    saver = AsyncSaver(AsyncOptions())
-    saver.abandon()
-    del saver
-    gc.collect()
-    assert fake_session.ends == [False]
-
-
-def test_a_saver_that_is_forgotten_ends_its_process(fake_session: Session) -> None:
-    saver = AsyncSaver(AsyncOptions())
-    del saver
-    gc.collect()
-    assert fake_session.ends == [False]
+    assert fake_session.ends == [is_kept]
 
 
 def test_staging_that_waits_for_room_ends_when_the_process_does(writer: WriterProcess) -> None:

@@ -5,13 +5,11 @@ Common state of modules that only some ranks have is stored once, and compared a
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -35,44 +33,16 @@ from megackpt.errors import CommonStateError
 from megackpt.options import Policy
 from megackpt.plans.validation.equality import absent_parts
 from megackpt.run import PlanCache
-from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.groups import MessagesOnly
 from tests.support.states import filled, replica, sharded
+from tests.support.worlds import Run, State, error_of_all, loading, saving
 
 SAVES = 64  # within so many saves a drift of one element in FRACTION is found
 FRACTION = 4096
 SEQUENCE = 1024  # and one of neighbouring elements, of one in so many
 RANKS = 3
-State = dict[str, Any]
 WARN, IGNORE = SaveOptions(sample_replicas=Policy.WARN), SaveOptions(sample_replicas=Policy.IGNORE)
-
-
-class Run:
-    """Saves of a world whose ranks keep their cached plans; attempts are numbered, so positions are fixed."""
-
-    def __init__(self, ranks: int = RANKS, *, first: int = 1, **arguments: Any) -> None:
-        self.world = SimulatedWorld(ranks)
-        self.plans = [PlanCache() for _ in range(ranks)]
-        self.store = MemoryStore()
-        self.arguments = arguments
-        self._attempts = map("{:016x}".format, itertools.count(first))
-
-    def save(self, make: Callable[[int], State], *, group_of: Callable[[Group], Group] = lambda g: g) -> Any:
-        """Save the state of each rank; return what they have raised: the same text on all of them."""
-
-        def save_rank(group: Group) -> None:
-            plans = self.plans[group.rank]
-            save(make(group.rank), self.store, group=group_of(group), plans=plans, **self.arguments)
-
-        with patch("megackpt.engine.saving.preparation.new_attempt", side_effect=self._attempts):
-            outcomes = self.world.outcomes(save_rank)
-        assert len({str(outcome) for outcome in outcomes}) == 1
-        return outcomes[0]
-
-    @property
-    def hits(self) -> set[int]:
-        return {plans.hits for plans in self.plans}
 
 
 def copies(rank: int, *, ranks: int = RANKS) -> State:
@@ -118,7 +88,7 @@ TENSORS = ["matrix", "half", "columns", "scale", "mask", "flat"]
 def test_a_copy_of_which_every_element_drifts_is_found_at_the_next_save(
     key: str, ranks: tuple[int, ...]
 ) -> None:
-    run = Run()
+    run = Run(RANKS)
     for _ in range(3):
         assert run.save(copies) is None
     error = run.save(drifted(key, *ranks))
@@ -138,7 +108,7 @@ def test_a_copy_of_which_every_element_drifts_is_found_at_the_next_save(
 def test_every_format_and_an_assumed_structure_compare(format_: str | None) -> None:
     pytest.importorskip("tensorstore") if format_ == "zarr" else None
     arguments = {"sharded_strategy": format_} if format_ else {}
-    run = Run(options=SaveOptions(assume_constant_structure=True), **arguments)
+    run = Run(RANKS, options=SaveOptions(assume_constant_structure=True), **arguments)
     for make in (copies, copies):
         assert run.save(make) is None
     assert "'half'" in str(run.save(drifted("half", 2)))
@@ -184,7 +154,7 @@ class NoCodec:
 )
 @pytest.mark.parametrize("saves", [0, 1, 2])
 def test_objects_that_differ_are_named_at_once(value: Callable[[int], Any], saves: int) -> None:
-    run = Run()
+    run = Run(RANKS)
     for _ in range(saves):
         assert run.save(copies) is None
     error = run.save(with_stream(value))
@@ -198,15 +168,16 @@ def test_objects_that_differ_are_named_at_once(value: Callable[[int], Any], save
     assert "matrix" not in str(error)
 
 
-def test_tensors_and_objects_that_differ_are_one_error() -> None:
-    def make(rank: int) -> State:
-        return {**drifted("half", 1)(rank), "stream": with_stream(lambda rank: rank)(rank)["stream"]}
+def tensor_and_stream(rank: int) -> State:
+    return {**drifted("half", 1)(rank), "stream": with_stream(lambda rank: rank)(rank)["stream"]}
 
+
+def test_tensors_and_objects_that_differ_are_one_error() -> None:
     for saves in (0, 1):
-        run = Run()
+        run = Run(RANKS)
         for _ in range(saves):
             run.save(copies)
-        error = str(run.save(make))
+        error = str(run.save(tensor_and_stream))
         assert "'half' [0:50000]: rank 1 differs" in error
         assert "'stream' [0:1]: no majority" in error
 
@@ -215,7 +186,7 @@ def test_values_that_are_equal_whatever_the_order_of_their_keys_are_saved() -> N
     def value(rank: int) -> Any:
         return dict(sorted({"a": 1, "b": float("nan"), "c": torch.ones(3)}.items(), reverse=rank == 1))
 
-    run = Run()
+    run = Run(RANKS)
     for _ in range(3):
         assert run.save(with_stream(value)) is None
 
@@ -224,25 +195,26 @@ def test_values_that_are_equal_whatever_the_order_of_their_keys_are_saved() -> N
 def test_a_warning_names_what_differs_and_the_main_replica_is_stored(
     saves: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(options=WARN)
+    run = Run(RANKS, options=WARN)
     for _ in range(saves):
         run.save(copies)
     with caplog.at_level(logging.WARNING):
-        assert run.save(with_stream(lambda rank: rank + 10)) is None
+        assert run.save(tensor_and_stream) is None
+    assert "'half' [0:50000]: rank 1 differs" in caplog.text
     assert "'stream' [0:1]: no majority" in caplog.text
     assert "Of each object, the main replica is stored." in caplog.text
     wanted = {"stream": ShardedObject("stream", None, (1,), (0,))}
-    assert load(wanted, run.store)["stream"] == 10
+    assert load(wanted, run.store)["stream"] == 0
 
 
 def test_nothing_is_compared_if_it_is_ignored() -> None:
-    run = Run(options=IGNORE)
+    run = Run(RANKS, options=IGNORE)
     for make in (copies, drifted("matrix", 1), with_stream(lambda rank: rank)):
         assert run.save(make) is None
 
 
 def test_a_plan_that_a_save_without_comparisons_has_made_serves_one_that_compares() -> None:
-    run = Run(options=IGNORE)
+    run = Run(RANKS, options=IGNORE)
     assert run.save(copies) is None
     run.arguments["options"] = SaveOptions()
     assert run.save(copies) is None
@@ -253,7 +225,7 @@ def test_a_plan_that_a_save_without_comparisons_has_made_serves_one_that_compare
 def test_a_comparison_takes_no_collective_and_no_longer_message() -> None:
     sent = {}
     for options in (IGNORE, SaveOptions()):
-        run = Run(options=options)
+        run = Run(RANKS, options=options)
         run.save(copies)
         before = run.world.messages[0], run.world.bytes_sent[0]
         run.save(copies)
@@ -263,7 +235,7 @@ def test_a_comparison_takes_no_collective_and_no_longer_message() -> None:
 
 
 def test_a_group_of_a_user_compares_too() -> None:
-    run = Run()
+    run = Run(RANKS)
     for make in (copies, copies):
         assert run.save(make, group_of=MessagesOnly) is None
     assert "'matrix'" in str(run.save(drifted("matrix", 1), group_of=MessagesOnly))
@@ -289,7 +261,7 @@ def test_ranks_that_take_different_plans_for_the_fitting_one_find_nothing_that_i
 
 
 def test_a_rank_that_has_counted_other_saves_plans_anew_and_compares() -> None:
-    run = Run()
+    run = Run(RANKS)
     run.save(copies)
     run.plans[1].use(run.plans[1].names[0])  # as after an interrupt on the other ranks
     for make in (copies, copies):
@@ -491,41 +463,29 @@ def test_a_part_that_some_ranks_lack_is_stored_once_with_one_warning(
     times = 1 if plans else 3
     assert caplog.text.count("'decoder' of common state is on some ranks only: rank(s) 0, 1, 3") == times
     assert caplog.text.count("'optimizers.encoder' of common state") == times
-
-    def load_all(group: Group) -> Any:
-        return load(state_of(group.rank), tmp_path / "2", group=group, options=LoadOptions(complete=True))
-
+    load_all = loading(state_of, tmp_path / "2", options=LoadOptions(complete=True))
     for rank, loaded in enumerate(SimulatedWorld(ALL_RANKS).run(load_all)):
         assert torch.equal(loaded["w"], torch.full((2,), float(rank)))
         assert loaded["decoder"]["groups"] == [{"lr": 0.25}]
 
 
-DIFFERENT: dict[str, tuple[int, Any, str]] = {
-    "a value of the ranks that have the part": (4, {"groups": [{"lr": 0.5}]}, "decoder.groups[0].lr"),
-    "an entry of the part": (4, {"more": 1}, "decoder.more"),
-    "a value instead of the part": (0, 3, "'decoder' on rank(s) 1, 2, 3, 4"),
+DIFFERENT: dict[str, tuple[int, State, str]] = {
+    "a value of the ranks that have the part": (
+        4,
+        {"decoder": {"groups": [{"lr": 0.5}]}},
+        "decoder.groups[0].lr",
+    ),
+    "an entry of the part": (4, {"decoder": {"more": 1}}, "decoder.more"),
+    "a value instead of the part": (0, {"decoder": 3}, "'decoder' on rank(s) 1, 2, 3, 4"),
+    "a value next to the part": (3, {"extra": 1}, "'extra' on rank(s) 3 (missing on rank 0)"),
 }
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_have_a_part_are_compared(tmp_path: Path, case: str) -> None:
-    rank, part, message = DIFFERENT[case]
-
-    def differ(group: Group) -> None:
-        save(state_of(group.rank, **({"decoder": part} if group.rank == rank else {})), tmp_path, group=group)
-
-    for error in SimulatedWorld(ALL_RANKS).outcomes(differ):
-        assert isinstance(error, CommonStateError)
-        assert message in str(error)
-
-
-def test_a_value_that_a_rank_lacks_in_a_part_that_it_has_is_an_error(tmp_path: Path) -> None:
-    def differ(group: Group) -> None:
-        save(state_of(group.rank) | ({"extra": 1} if group.rank == 3 else {}), tmp_path, group=group)
-
-    for error in SimulatedWorld(ALL_RANKS).outcomes(differ):
-        assert isinstance(error, CommonStateError)
-        assert "'extra' on rank(s) 3 (missing on rank 0)" in str(error)
+    rank, others, message = DIFFERENT[case]
+    differ = saving(lambda r: state_of(r, **(others if r == rank else {})), tmp_path)
+    assert message in str(error_of_all(ALL_RANKS, differ, CommonStateError))
 
 
 def test_rank_0_may_have_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +47,7 @@ from megackpt.training.parallel import (
 )
 from tests.support.effort import few
 from tests.support.states import sharded
+from tests.support.worlds import error_of_all, loading, saving
 
 MODES: tuple[Any, ...] = ("all_to_all", "two_stage")
 SENTINEL = -7.0
@@ -184,19 +187,18 @@ def test_a_load_gives_what_is_stored_or_raises(seed: int, strategy: str) -> None
 
 def saved_unproved(ranges: list[tuple[int, int]], length: int, strategy: str) -> MemoryStore:
     """One rank saves each of these ranges, and nobody validates."""
+
+    def state_of(rank: int) -> ShardedStateDict:
+        low, high = ranges[rank]
+        return {"w": tensor(((low, high),), (length,), None, torch.full((high - low,), float(rank)))}
+
     store = MemoryStore()
-
-    def of_rank(group: Group) -> None:
-        low, high = ranges[group.rank]
-        part = tensor(((low, high),), (length,), None, torch.full((high - low,), float(group.rank)))
-        save({"w": part}, store, strategy, group=group, validate_access_integrity=False)
-
-    SimulatedWorld(len(ranges)).run(of_rank)
+    SimulatedWorld(len(ranges)).run(saving(state_of, store, strategy, validate_access_integrity=False))
     return store
 
 
 @pytest.mark.parametrize("strategy", ["megackpt", "torch_dist"])
-@pytest.mark.parametrize("ranges", [[(0, 4), (3, 7)], [(0, 5), (2, 7)]])
+@pytest.mark.parametrize("ranges", [[(0, 4), (3, 7)], [(0, 5), (2, 7)], [(0, 4), (0, 4)]])
 @pytest.mark.parametrize("with_data", [True, False])
 def test_an_overlap_does_not_hide_a_gap(
     strategy: str, ranges: list[tuple[int, int]], with_data: bool
@@ -206,30 +208,27 @@ def test_an_overlap_does_not_hide_a_gap(
     for mode in ("direct", *MODES):
         targets = [torch.full((length,), SENTINEL) for _ in range(2)]
 
-        def of_rank(group: Group, mode: Any = mode, targets: list[torch.Tensor] = targets) -> None:
-            data = targets[group.rank] if with_data else None
-            asked = tensor(((0, length),), (length,), None, data)
-            load({"w": asked}, store, options=LoadOptions(exchange=mode), group=group)
+        def request_of(rank: int, targets: list[torch.Tensor] = targets) -> ShardedStateDict:
+            data = targets[rank] if with_data else None
+            return {"w": tensor(((0, length),), (length,), None, data)}
 
-        errors = SimulatedWorld(2).outcomes(of_rank)
-        assert {type(error) for error in errors} == {FormatError}
-        assert len({str(error) for error in errors}) == 1
-        assert f"'w': [0:{length}], of which no stored chunk has [7:{length}]" in str(errors[0])
+        load_rank = loading(request_of, store, options=LoadOptions(exchange=mode))
+        error, stop = error_of_all(2, load_rank, FormatError), ranges[1][1]
+        assert f"'w': [0:{length}], of which no stored chunk has [{stop}:{length}]" in str(error)
         assert all((target == SENTINEL).all() for target in targets)
 
 
 def test_of_overlapping_chunks_the_last_is_loaded() -> None:
     store = saved_unproved([(3, 8), (0, 4), (2, 6)], 8, "megackpt")
     for mode in ("direct", *MODES):
-
-        def of_rank(group: Group, mode: Any = mode) -> list[float]:
-            asked = tensor(((0, 8),), (8,), None, torch.full((8,), SENTINEL))
-            load({"w": asked}, store, options=LoadOptions(exchange=mode), group=group)
-            assert asked.data is not None
-            return asked.data.tolist()
-
+        load_rank = loading(
+            lambda rank: {"w": tensor(((0, 8),), (8,), None, torch.full((8,), SENTINEL))},
+            store,
+            options=LoadOptions(exchange=mode),
+        )
         # In the order of the index they begin at 0, 2 and 3.
-        assert SimulatedWorld(2).run(of_rank) == [[1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2
+        for loaded in SimulatedWorld(2).run(load_rank):
+            assert loaded["w"].tolist() == [1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -264,6 +263,7 @@ def crc32c(data: bytes) -> int:
     return value ^ 0xFFFFFFFF
 
 
+COMPLETE = LoadOptions(complete=True)
 LAYOUT = ParallelLayout(dp=4, ep=4)  # experts 0 and 1 on rank 0, and so on
 KINDS = {
     "stacked": lambda groups: GatedExperts(8, 6, 4, groups),
@@ -271,56 +271,34 @@ KINDS = {
 }
 KEYS = {"stacked": "experts.linear_fc2.weight", "modules": "experts.weight"}
 
-Declare = Callable[[str, int], ShardedStateDict]
-
 
 def _state(kind: str, rank: int) -> ShardedStateDict:
     return KINDS[kind](ParallelGroups.offline(LAYOUT, rank)).sharded_state_dict("experts.")
 
 
-def _lost(kind: str, rank: int) -> ShardedStateDict:
-    """Rank 2 leaves out its experts."""
-    return {} if rank == 2 else _state(kind, rank)
-
-
-def _twice(kind: str, rank: int) -> ShardedStateDict:
-    """Rank 2 has the experts of rank 1."""
-    return _state(kind, 1 if rank == 2 else rank)
-
-
+# What rank 2 declares: nothing, or the experts of rank 1.
 FAULTS = {
-    "lost": (_lost, r"elements \[4:6, .*\] are {} by no rank"),
-    "twice": (_twice, r"elements \[2:4, .*\] are {} by more than one main replica \(ranks 1, 2\)"),
+    "lost": (None, r"elements \[4:6, .*\] are {} by no rank"),
+    "twice": (1, r"elements \[2:4, .*\] are {} by more than one main replica \(ranks 1, 2\)"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_save_names_the_experts_and_writes_nothing(tmp_path: Path, kind: str, fault: str) -> None:
-    declare, text = FAULTS[fault]
+def test_a_save_and_a_complete_load_name_the_experts(tmp_path: Path, kind: str, fault: str) -> None:
+    declared_by_2, text = FAULTS[fault]
 
-    def one_rank(group: SimulatedRank) -> None:
-        with pytest.raises(CoverageError, match=KEYS[kind]) as caught:
-            save(declare(kind, group.rank), tmp_path / "checkpoint", group=group)
-        caught.match(text.format("saved"))
+    def spoilt(rank: int) -> ShardedStateDict:
+        experts_of = declared_by_2 if rank == 2 else rank
+        return {} if experts_of is None else _state(kind, experts_of)
 
-    SimulatedWorld(4).run(one_rank)
+    error = error_of_all(4, saving(spoilt, tmp_path), CoverageError)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_complete_load_names_the_experts_before_it_reads(tmp_path: Path, kind: str, fault: str) -> None:
-    declare, text = FAULTS[fault]
-
-    def one_rank(group: SimulatedRank) -> None:
-        save(_state(kind, group.rank), tmp_path / "checkpoint", group=group)
-        state = declare(kind, group.rank)
-        with pytest.raises(CoverageError, match=KEYS[kind]) as caught:
-            load(state, tmp_path / "checkpoint", group=group, options=LoadOptions(complete=True))
-        caught.match(text.format("requested"))
-
-    SimulatedWorld(4).run(one_rank)
+    SimulatedWorld(4).run(saving(partial(_state, kind), tmp_path))
+    of_load = error_of_all(4, loading(spoilt, tmp_path, options=COMPLETE), CoverageError)
+    for raised, verb in ((error, "saved"), (of_load, "requested")):
+        assert KEYS[kind] in str(raised)
+        assert re.search(text.format(verb), str(raised))
 
 
 def declare(key: str, value: float, if_missing: Literal["error", "keep"]) -> ShardedTensor:
@@ -337,13 +315,6 @@ def test_a_missing_array_is_kept_where_it_is_declared_so(tmp_path: Path, strict:
     assert loaded["new"].tolist() == [7.0, 7.0]
 
 
-def test_a_missing_array_is_an_error_otherwise(tmp_path: Path) -> None:
-    megackpt.save({"old": declare("old", 1.0, "error")}, tmp_path)
-    with pytest.raises(MissingKeyError, match="new"):
-        megackpt.load({"new": declare("new", 7.0, "error")}, tmp_path)
-
-
-COMPLETE = LoadOptions(complete=True)
 UNTOUCHED = -1.0
 
 
@@ -478,15 +449,10 @@ def test_ranks_with_different_options_are_an_error(checkpoint: Path) -> None:
     def one_rank(group: SimulatedRank) -> dict[str, Any]:
         return load({"w": rows(0, 4)}, checkpoint, group=group, options=LoadOptions(complete=group.rank == 0))
 
-    for outcome in SimulatedWorld(2).outcomes(one_rank):
-        assert isinstance(outcome, MismatchError)
-        assert "LoadOptions.complete" in str(outcome)
+    assert "LoadOptions.complete" in str(error_of_all(2, one_rank, MismatchError))
 
 
 def test_objects_are_loaded_without_proof(tmp_path: Path) -> None:
-    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c")
-
-    def one_rank(group: SimulatedRank) -> dict[str, Any]:
-        return load({"o": ShardedObject("o", 0, (1,), (0,))}, tmp_path / "c", group=group, options=COMPLETE)
-
-    assert [state["o"] for state in SimulatedWorld(2).run(one_rank)] == [5, 5]
+    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path)
+    load_rank = loading(lambda rank: {"o": ShardedObject("o", 0, (1,), (0,))}, tmp_path, options=COMPLETE)
+    assert [state["o"] for state in SimulatedWorld(2).run(load_rank)] == [5, 5]

@@ -286,17 +286,6 @@ def test_wrappers_of_many_modules_are_an_error_with_advice() -> None:
         load({**asked, "e": torch.zeros(1)}, store)
 
 
-def test_one_that_finds_some_warns_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryStore()
-    save({"w": torch.ones(3)}, store)
-    request = {"w": torch.zeros(3), "new": torch.zeros(2)}
-    loaded = load(request, store)
-    assert loaded["w"].tolist() == [1.0] * 3
-    assert "'new'" in caplog.text
-    rules = LoadOptions(rules=(KeyRule(keys="new", unexpected=Policy.IGNORE),))
-    assert load({"new": torch.zeros(2)}, store, options=rules)["w"].tolist() == [1.0] * 3
-
-
 def test_a_pattern_that_matches_nothing_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     save({"m": {"w": torch.ones(3), "n": torch.tensor(1)}}, store)

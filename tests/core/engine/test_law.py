@@ -40,6 +40,7 @@ from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few, sampled
 from tests.support.groups import MessagesOnly
 from tests.support.states import bits, sharded
+from tests.support.worlds import loading, saving
 
 
 def declare(layout: list[OwnedChunk], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
@@ -89,9 +90,6 @@ def check_the_law(
     target = data.draw(owned_chunks(shape, ranks=target_ranks), label="target")
     store = MemoryStore()
 
-    def save_rank(group: Group) -> None:
-        save({"shards": declare(source, "array", array, group.rank)}, store, backend, group=group)
-
     def load_rank(group: Group) -> list[ShardedTensor]:
         wanted = declare(target, "array", array, group.rank)
         for tensor in wanted:
@@ -99,6 +97,7 @@ def check_the_law(
         load({"shards": wanted}, store, group=group)
         return wanted
 
+    save_rank = saving(lambda rank: {"shards": declare(source, "array", array, rank)}, store, backend)
     SimulatedWorld(source_ranks).run(save_rank)
     if not has_index:
         store.delete([name for name in store.names() if name.startswith("megackpt-")])
@@ -172,11 +171,7 @@ def test_every_entity_keeps_the_bits_of(name: str) -> None:
         DTYPES[name].torch_dtype if hasattr(DTYPES[name], "torch_dtype") else getattr(torch, name)
     )
     store = MemoryStore()
-
-    def save_rank(group: Group) -> None:
-        save(declared(whole, group.rank, 2, fill=True), store, group=group)
-
-    SimulatedWorld(2).run(save_rank)
+    SimulatedWorld(2).run(saving(lambda rank: declared(whole, rank, 2, fill=True), store))
     loaded = load(declared(whole, 0, 1, fill=False), store)
     results = {
         "box": loaded["box"],
@@ -199,14 +194,8 @@ def test_any_world_loads_what_any_other_saved_of_all_entities(
     source = data.draw(placements(state, ranks=source_ranks), label="source")
     target = data.draw(placements(state, ranks=target_ranks), label="target")
     store = MemoryStore()
-
-    def save_rank(group: Group) -> None:
-        save(source.declare(group.rank), store, group=group)
-
-    def load_rank(group: Group) -> StateDict:
-        return load(blank(target.declare(group.rank)), store, group=group)
-
-    SimulatedWorld(source_ranks).run(save_rank)
+    SimulatedWorld(source_ranks).run(saving(source.declare, store))
+    load_rank = loading(lambda rank: blank(target.declare(rank)), store)
     for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
         assert state_difference(loaded, values_of(target.declare(rank))) is None
 
@@ -258,10 +247,9 @@ def test_any_way_loads_what_direct_reading_loads(
     target = [data.draw(owned_chunks(tuple(a.shape), ranks=target_ranks)) for a in both]
     store = CountingStore()
 
-    def save_rank(group: Group) -> None:
-        state = {k: declare(s, k, a, group.rank) for k, s, a in zip(keys, source, both, strict=True)}
-        thing = ShardedObject("object", {"rank": group.rank}, (source_ranks,), (group.rank,))
-        save({**state, "object": thing}, store, group=group)
+    def state_of(rank: int) -> StateDict:
+        state = {k: declare(s, k, a, rank) for k, s, a in zip(keys, source, both, strict=True)}
+        return {**state, "object": ShardedObject("object", {"rank": rank}, (source_ranks,), (rank,))}
 
     def load_rank(group: SimulatedRank) -> list[ShardedTensor]:
         wanted = {k: declare(t, k, a, group.rank) for k, t, a in zip(keys, target, both, strict=True)}
@@ -280,7 +268,7 @@ def test_any_way_loads_what_direct_reading_loads(
         assert loaded["object"] == {"rank": group.rank % source_ranks}
         return [tensor for tensors in wanted.values() for tensor in tensors]
 
-    SimulatedWorld(source_ranks).run(save_rank)
+    SimulatedWorld(source_ranks).run(saving(state_of, store))
     store.reads.clear()
     for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
         expected = [t for k, s, a in zip(keys, target, both, strict=True) for t in declare(s, k, a, rank)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip
-from tests.support.dcp_alone import ALONE
+from tests.support.dcp_alone import two_that_look_like_one_save
 from tests.support.states import sharded
+from tests.support.worlds import loading, saving
 
 RANKS = 3
 LONG = 200_000
@@ -57,11 +59,11 @@ def state(rank: int, *, value: float | None = 1.0) -> dict[str, object]:
     }
 
 
-def saved(location: Any, options: SaveOptions | None = None, *, value: float = 1.0) -> Any:
-    def save_rank(group: Group) -> None:
-        save(state(group.rank, value=value), location, options=options, group=group)
+empty = partial(state, value=None)
 
-    SimulatedWorld(RANKS).run(save_rank)
+
+def saved(location: Any, options: SaveOptions | None = None, *, value: float = 1.0) -> Any:
+    SimulatedWorld(RANKS).run(saving(partial(state, value=value), location, options=options))
     return location
 
 
@@ -168,15 +170,11 @@ def test_a_copy_of_another_save_does_not_replace_a_lost_index(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_what_another_library_has_saved_is_never_mixed_with_a_copy(tmp_path: Path) -> None:
     """Nothing in it says which save it is of: a copy could be of another step."""
-    for location, value in (("it", 1.0), ("other", 2.0)):
-        state = {"w": torch.full((4,), value)}
-        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / location, **ALONE)
-    (tmp_path / "it/__0_0.distcp").unlink()
-    shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
+    first, second = two_that_look_like_one_save(tmp_path)
     wanted = {"w": sharded("w", torch.zeros(4))}
-    options = LoadOptions(on_corrupt="fallback", copies=(tmp_path / "other",))
+    options = LoadOptions(on_corrupt="fallback", copies=(second,))
     with pytest.raises(CheckpointError, match="nothing in its format says whether it is of the same save"):
-        load(wanted, tmp_path / "it", options=options)
+        load(wanted, first, options=options)
 
 
 def test_a_second_damage_at_the_same_position_is_an_error_and_not_a_value(tmp_path: Path) -> None:
@@ -205,11 +203,8 @@ def test_ranks_that_exchange_fall_back_as_well(exchange: Any, tmp_path: Path) ->
         flip(file, 5000)
     options = LoadOptions(on_corrupt="fallback", exchange=exchange)
 
-    def load_rank(group: Group) -> float:
-        loaded = load(state(group.rank, value=None), tmp_path, options=options, group=group)
-        return float(loaded["rows"][1])
-
-    assert SimulatedWorld(RANKS).run(load_rank) == [1.0, 2.0, 3.0]
+    loaded = SimulatedWorld(RANKS).run(loading(empty, tmp_path, options=options))
+    assert [float(of_rank["rows"][1]) for of_rank in loaded] == [1.0, 2.0, 3.0]
 
 
 def test_a_load_without_damage_opens_no_source_and_sends_no_more_messages(tmp_path: Path) -> None:
@@ -217,9 +212,7 @@ def test_a_load_without_damage_opens_no_source_and_sends_no_more_messages(tmp_pa
     messages = []
     for options in (LoadOptions(), LoadOptions(on_corrupt="fallback", copies=("s3x://nowhere",))):
         world = SimulatedWorld(RANKS)
-        world.run(
-            lambda group, o=options: load(state(group.rank, value=None), tmp_path, options=o, group=group)
-        )
+        world.run(loading(empty, tmp_path, options=options))
         messages.append(world.messages)
     assert messages[0] == messages[1]
 
@@ -257,14 +250,12 @@ def is_whole(directory: Path) -> bool:
 def test_removal_of_arrays_keeps_the_files_that_parity_needs(tmp_path: Path) -> None:
     """And removes a group when no array is left in it."""
 
-    def save_rank(group: Group) -> None:
-        weight = torch.full((4,), float(group.rank))
+    def state_of(rank: int) -> dict[str, object]:
         # Ranks 0 and 2 are in one group, 1 and 3 in the other.
-        key = "model" if group.rank == 0 else f"optimizer.{group.rank}"
-        tensor = sharded(key, weight)
-        save({"w": tensor}, tmp_path, options=SaveOptions(parity=2), group=group)
+        key = "model" if rank == 0 else f"optimizer.{rank}"
+        return {"w": sharded(key, torch.full((4,), float(rank)))}
 
-    SimulatedWorld(4).run(save_rank)
+    SimulatedWorld(4).run(saving(state_of, tmp_path, options=SaveOptions(parity=2)))
     remove_sharded_tensors(tmp_path, "optimizer")
     assert [file.name[17:22] for file in data_files(tmp_path)] == ["00000", "00002"]
     assert len(list(tmp_path.glob("parity/*"))) == 1

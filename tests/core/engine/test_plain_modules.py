@@ -7,7 +7,10 @@ import json
 import re
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +45,15 @@ from megackpt.comm import Group
 from megackpt.contrib.dcp import MegackptStorageReader
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.loading.common_request import CommonRequest
-from megackpt.errors import CommonStateError, UnsupportedError
-from megackpt.run import PlanCache, remove_sharded_tensors
+from megackpt.errors import CommonStateError
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore, opened_store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
 from tests.support.pasted import pasted
 from tests.support.states import sharded
+from tests.support.worlds import Run, error_of_all, loading, saving
 
 ARRAYS = SaveOptions(plain_tensors="arrays")
 
@@ -81,7 +85,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_module_and_its_optimizer_come_back(tmp_path: Path, options: SaveOptions, ranks: int) -> None:
     saved = state_of(*trained())
-    SimulatedWorld(ranks).run(lambda group: save(saved, tmp_path / "c", options=options, group=group))
+    SimulatedWorld(ranks).run(saving(lambda rank: saved, tmp_path / "c", options=options))
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
     optimizer = torch.optim.Adam(model.parameters())
     loaded = load(state_of(model, optimizer), tmp_path / "c", strict="raise_all")
@@ -89,14 +93,16 @@ def test_a_module_and_its_optimizer_come_back(tmp_path: Path, options: SaveOptio
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     assert same(state_of(model, optimizer), saved)
-    for whole in (load({}, tmp_path / "c", strict="raise_all"), load_common_state_dict(tmp_path / "c")):
+    load_all = loading(lambda rank: {}, tmp_path / "c", strict="raise_all")
+    on_ranks = chain.from_iterable(SimulatedWorld(n).run(load_all) for n in (1, 2, 5))
+    for whole in (*on_ranks, load_common_state_dict(tmp_path / "c")):
         assert same(whole, saved)
         assert type(whole["model"]) is OrderedDict
 
 
 def test_arrays_are_written_by_all_ranks_and_small_scalars_stay(tmp_path: Path) -> None:
     saved = {"model": {f"w{i}": torch.arange(25_000.0) for i in range(8)} | {"n": torch.tensor(7)}}
-    SimulatedWorld(4).run(lambda group: save(saved, tmp_path / "c", options=ARRAYS, group=group))
+    SimulatedWorld(4).run(saving(lambda rank: saved, tmp_path / "c", options=ARRAYS))
     assert set(load_plain_tensors(tmp_path / "c")) == {f"model.w{i}" for i in range(8)} | {"model.n"}
     sizes = [file.stat().st_size for file in sorted((tmp_path / "c" / "data").iterdir())]
     assert len(sizes) == 4
@@ -134,19 +140,18 @@ def bn(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
 def test_buffers_that_differ_are_named_and_rank_0s_can_be_taken(tmp_path: Path, plain_tensors: Any) -> None:
-    options = SaveOptions(plain_tensors=plain_tensors)
-    for outcome in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=options, group=g)):
-        assert isinstance(outcome, CommonStateError)
-        assert "SaveOptions(rank0_values=(" in str(outcome)
-        if plain_tensors == "arrays":
-            assert "\"model['bn.running_mean']\" on rank(s) 1, 2" in str(outcome)
-            assert "'w'" not in str(outcome)
-    options = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.*.running_*",))
-    SimulatedWorld(3).run(lambda g: save(bn(g.rank), tmp_path, options=options, group=g))
+    def saving_with(*globs: str) -> Callable[[Group], None]:
+        options = SaveOptions(plain_tensors=plain_tensors, rank0_values=globs)
+        return saving(bn, tmp_path, options=options)
+
+    error = error_of_all(3, saving_with(), CommonStateError)
+    assert "SaveOptions(rank0_values=(" in str(error)
+    if plain_tensors == "arrays":
+        assert "\"model['bn.running_mean']\" on rank(s) 1, 2" in str(error)
+        assert "'w'" not in str(error)
+    SimulatedWorld(3).run(saving_with("model.*.running_*"))
     assert load({}, tmp_path)["model"]["bn.running_mean"].tolist() == [0.0, 0.0]
-    wrong = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.other.*",))
-    for outcome in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=wrong, group=g)):
-        assert isinstance(outcome, CommonStateError)  # only what the globs name may differ
+    error_of_all(3, saving_with("model.other.*"), CommonStateError)  # only what the globs name may differ
 
 
 def norms(rank: int) -> nn.Module:
@@ -164,10 +169,11 @@ def test_running_statistics_of_a_module_that_differ_are_rank_0s_with_one_warning
 ) -> None:
     options = SaveOptions(plain_tensors=plain_tensors)
 
-    def save_rank(group: Group, options: SaveOptions = options) -> None:
-        save({"nets": [norms(group.rank).state_dict()]}, tmp_path / "c", options=options, group=group)
+    def save_with(options: SaveOptions) -> None:
+        make = saving(lambda rank: {"nets": [norms(rank).state_dict()]}, tmp_path / "c", options=options)
+        SimulatedWorld(3).run(make)
 
-    SimulatedWorld(3).run(save_rank)
+    save_with(options)
     (warning,) = caplog.messages
     assert "rank 0's are stored:\n  \"nets[0]['1.running_mean']\"" in warning
     stored = load({}, tmp_path / "c")["nets"][0]
@@ -175,34 +181,30 @@ def test_running_statistics_of_a_module_that_differ_are_rank_0s_with_one_warning
         name: t.tolist() for name, t in norms(0).state_dict().items()
     }
     caplog.clear()
-    options = replace(options, rank0_values=pasted(warning).rank0_values)
-    SimulatedWorld(3).run(lambda group: save_rank(group, options))
+    save_with(replace(options, rank0_values=pasted(warning).rank0_values))
     assert not caplog.messages
 
 
 def test_a_run_is_warned_once_of_running_statistics_that_differ(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def save_rank(group: Group) -> None:
-        plans = PlanCache()  # as a Checkpointer keeps it
-        for step in range(3):
-            save({"net": norms(group.rank).state_dict()}, tmp_path / str(step), plans=plans, group=group)
-
-    SimulatedWorld(2).run(save_rank)
+    run = Run(2)  # its ranks keep plans, as a Checkpointer does
+    for _ in range(3):
+        assert run.save(lambda rank: {"net": norms(rank).state_dict()}) is None
     assert [text.startswith("Running statistics of norms differ") for text in caplog.messages] == [True]
 
 
 def test_parameters_and_buffers_of_other_names_that_differ_stay_an_error(tmp_path: Path) -> None:
-    def save_rank(group: Group, name: str) -> None:
+    def state_of(rank: int, name: str) -> dict[str, Any]:
         model = norms(0)
         model.register_buffer("scale", torch.zeros(1))
         with torch.no_grad():
-            model.state_dict()[name].add_(group.rank)
-        save({"model": model.state_dict()}, tmp_path / "c", group=group)
+            model.state_dict()[name].add_(rank)
+        return {"model": model.state_dict()}
 
     for name in ("1.weight", "0.bias", "scale"):
-        with pytest.raises(CommonStateError, match=rf"model.*{re.escape(name)}.* on rank\(s\) 1"):
-            SimulatedWorld(2).run(lambda group, name=name: save_rank(group, name))
+        error = error_of_all(2, saving(partial(state_of, name=name), tmp_path), CommonStateError)
+        assert re.search(rf"model.*{re.escape(name)}.* on rank\(s\) 1", str(error))
 
 
 @pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
@@ -222,7 +224,7 @@ def test_the_option_of_the_error_works_when_it_is_pasted(
 
     def save_with(rank0_values: tuple[str, ...]) -> list[Any]:
         options = SaveOptions(plain_tensors=plain_tensors, rank0_values=rank0_values)
-        return SimulatedWorld(2).outcomes(lambda g: save(state(g.rank), tmp_path, options=options, group=g))
+        return SimulatedWorld(2).outcomes(saving(state, tmp_path, options=options))
 
     error = save_with(())[1]
     assert isinstance(error, CommonStateError)
@@ -246,9 +248,7 @@ def test_the_option_works_for_many_paths_of_any_text(key: Any) -> None:
             return {"m": of_layers | {key: rank}, **{i: rank for i in range(13)}}
 
         options = SaveOptions(rank0_values=rank0_values)
-        return SimulatedWorld(2).outcomes(
-            lambda g: save(state(g.rank), MemoryStore(), options=options, group=g)
-        )
+        return SimulatedWorld(2).outcomes(saving(state, MemoryStore(), options=options))
 
     pasted = re.search(r"SaveOptions\(rank0_values=(\(.*\))\)\.", str(save_with(())[1]))
     assert pasted is not None
@@ -256,14 +256,12 @@ def test_the_option_works_for_many_paths_of_any_text(key: Any) -> None:
 
 
 def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
-    def state(group: Group) -> dict[str, Any]:
-        mean = torch.full((2,), float(group.rank))
+    def state(rank: int) -> dict[str, Any]:
+        mean = torch.full((2,), float(rank))
         return {"model": {"w": torch.ones(3), "mean": PerRankValue("model.mean", mean)}}
 
-    SimulatedWorld(2).run(lambda group: save(state(group), tmp_path, options=ARRAYS, group=group))
-    for rank, loaded in enumerate(
-        SimulatedWorld(2).run(lambda group: load(state(group), tmp_path, group=group))
-    ):
+    SimulatedWorld(2).run(saving(state, tmp_path, options=ARRAYS))
+    for rank, loaded in enumerate(SimulatedWorld(2).run(loading(state, tmp_path))):
         assert loaded["model"]["mean"].tolist() == [rank, rank]
 
 
@@ -275,10 +273,8 @@ def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_some_ranks_lack_or_have_otherwise_are_named(tmp_path: Path, state: Any) -> None:
-    world = SimulatedWorld(2)
-    for outcome in world.outcomes(lambda g: save(state(g.rank), tmp_path, options=ARRAYS, group=g)):
-        assert isinstance(outcome, CommonStateError)
-        assert "'w' on rank(s) 1" in str(outcome)
+    error = error_of_all(2, saving(state, tmp_path, options=ARRAYS), CommonStateError)
+    assert "'w' on rank(s) 1" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -286,11 +282,10 @@ def test_tensors_that_some_ranks_lack_or_have_otherwise_are_named(tmp_path: Path
     [{"validate_access_integrity": False}, {"preprocess_common_before_consistancy_check": lambda common: {}}],
 )
 def test_where_nothing_is_compared_rank_0s_are_stored(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    def save_rank(group: Group) -> None:
-        state = {"w": torch.full((5000,), float(group.rank))}
-        save(state, tmp_path, options=ARRAYS, group=group, **arguments)
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": torch.full((5000,), float(rank))}
 
-    SimulatedWorld(3).run(save_rank)
+    SimulatedWorld(3).run(saving(state, tmp_path, options=ARRAYS, **arguments))
     assert not load({}, tmp_path)["w"].any()
 
 
@@ -317,11 +312,10 @@ def test_entities_and_flat_requests_load_from_them(tmp_path: Path) -> None:
     state = {"model": {"w": torch.arange(6.0)}, "list": [torch.ones(2), 5, torch.zeros(2)]}
     save(state, tmp_path, options=ARRAYS)
 
-    def half(group: Group) -> Any:
-        part = sharded("model.w", torch.zeros(3), (0, group.rank, 2))
-        return load({"model": {"w": part}}, tmp_path, group=group)
+    def half(rank: int) -> dict[str, Any]:
+        return {"model": {"w": sharded("model.w", torch.zeros(3), (0, rank, 2))}}
 
-    for rank, loaded in enumerate(SimulatedWorld(2).run(half)):
+    for rank, loaded in enumerate(SimulatedWorld(2).run(loading(half, tmp_path))):
         assert loaded["model"]["w"].tolist() == [3.0 * rank + i for i in range(3)]
         assert [str(v) for v in loaded["list"]] == ["tensor([1., 1.])", "5", "tensor([0., 0.])"]
     flat = torch.zeros(6)
@@ -347,32 +341,26 @@ def test_what_is_excluded_or_removed_is_left_out(tmp_path: Path) -> None:
     assert unexpected == {"model.v"}
 
 
-def test_saves_take_kept_plans_and_store_new_values(tmp_path: Path) -> None:
-    plans = [PlanCache(), PlanCache()]
+def test_saves_take_kept_plans_and_store_new_values() -> None:
+    run = Run(2, options=ARRAYS)
     for value in (1.0, 2.0, 3.0):
         state = {"w": torch.full((1000,), value), "step": int(value)}
-        SimulatedWorld(2).run(
-            lambda g, s=state: save(s, tmp_path, options=ARRAYS, group=g, plans=plans[g.rank])  # type: ignore[misc]
-        )
-        assert load({}, tmp_path)["w"].unique().tolist() == [value]
-    assert len(plans[0].names) == 1
+        assert run.save(lambda rank, state=state: state) is None  # type: ignore[misc]
+        assert load({}, run.store)["w"].unique().tolist() == [value]
+    assert run.hits == {2}
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "two_stage"])
 def test_ranks_read_for_each_other(tmp_path: Path, exchange: Any) -> None:
     saved = {"w": torch.arange(5000.0), "v": torch.arange(3)}
     save(saved, tmp_path, options=ARRAYS)
-    options = LoadOptions(exchange=exchange)
-    for loaded in SimulatedWorld(3).run(
-        lambda g: load({"v": torch.zeros(3, dtype=torch.int64)}, tmp_path, options=options, group=g)
-    ):
+
+    def request(rank: int) -> dict[str, Any]:
+        return {"v": torch.zeros(3, dtype=torch.int64)}
+
+    load_rank = loading(request, tmp_path, options=LoadOptions(exchange=exchange))
+    for loaded in SimulatedWorld(3).run(load_rank):
         assert same(loaded, saved)
-
-
-def test_other_formats_raise_an_error() -> None:
-    for backend in ("torch_dist", "zarr"):
-        with pytest.raises(UnsupportedError, match="Save in the native format, or with SaveOptions"):
-            save({"w": torch.ones(2)}, MemoryStore(), backend, options=ARRAYS)
 
 
 def test_an_array_that_no_file_could_fill_takes_no_memory(tmp_path: Path) -> None:
@@ -381,11 +369,6 @@ def test_an_array_that_no_file_could_fill_takes_no_memory(tmp_path: Path) -> Non
     data.write_bytes(data.read_bytes()[:1000])
     with pytest.raises(FormatError, match=r"'w' \[0:5000\]: .* It was cut short"):
         load({}, tmp_path)
-
-
-def test_a_reader_that_does_not_know_references_finds_the_arrays(tmp_path: Path) -> None:
-    save({"w": torch.ones(5), "step": 4}, tmp_path, options=ARRAYS)
-    assert list(megackpt.load_sharded_metadata(tmp_path)) == ["w"]
 
 
 def test_they_are_arrays_by_default_where_the_format_has_it(tmp_path: Path) -> None:
@@ -399,14 +382,6 @@ def test_they_are_arrays_by_default_where_the_format_has_it(tmp_path: Path) -> N
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, saved)
     assert set(load_plain_tensors(tmp_path / "run" / "iter_0000001")) == {"model.w"}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_another_number_of_ranks_loads_them(tmp_path: Path, ranks: int) -> None:
-    saved = state_of(*trained())
-    SimulatedWorld(3).run(lambda group: save(saved, tmp_path / "c", group=group))
-    for result in SimulatedWorld(ranks).run(lambda g: load({}, tmp_path / "c", strict="raise_all", group=g)):
-        assert same(result, saved)
 
 
 def test_what_a_load_returns_as_common_state_is_no_missing_key(tmp_path: Path) -> None:

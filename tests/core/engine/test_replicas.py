@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from megackpt.training.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from tests.support.groups import MessagesOnly
 from tests.support.states import filled, replica, sharded
+from tests.support.worlds import Run, State, error_of_all, saving
 
 RANKS = 4
 Change = Callable[[int, dict[str, torch.Tensor]], None]
@@ -59,22 +61,13 @@ def state(rank: int, change: Change) -> dict[str, object]:
     }
 
 
-def outcome(change: Change, options: SaveOptions = ERROR) -> tuple[list[object], MemoryStore]:
-    store = MemoryStore()
-
-    def save_rank(group: Group) -> None:
-        save(state(group.rank, change), store, options=options, group=group)
-
-    return SimulatedWorld(RANKS).outcomes(save_rank), store
-
-
 def nothing(rank: int, data: dict[str, torch.Tensor]) -> None:
     """Change nothing."""
 
 
 def test_equal_copies_are_saved_also_where_they_are_not_numbers() -> None:
-    outcomes, store = outcome(nothing)
-    assert not any(isinstance(o, BaseException) for o in outcomes)
+    store = MemoryStore()
+    SimulatedWorld(RANKS).run(saving(lambda rank: state(rank, nothing), store, options=ERROR))
     assert "metadata.json" in store.names()
 
 
@@ -112,26 +105,19 @@ DIFFERENT: list[tuple[Change, str]] = [
 def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(
     change: Change, message: str
 ) -> None:
-    outcomes, store = outcome(change)
+    store = MemoryStore()
+    error = error_of_all(RANKS, saving(lambda rank: state(rank, change), store, options=ERROR), MismatchError)
+    assert re.search(message, str(error))
     assert store.names() == []
-    for failure in outcomes:
-        with pytest.raises(MismatchError, match=message):
-            raise failure  # type: ignore[misc]
-    assert len({str(failure) for failure in outcomes}) == 1
 
 
 def test_warn_logs_the_same_text_and_saves(caplog: pytest.LogCaptureFixture) -> None:
+    store, options = MemoryStore(), SaveOptions(compare_replicas=Policy.WARN)
     with caplog.at_level(logging.WARNING):
-        outcomes, store = outcome(change_one, SaveOptions(compare_replicas=Policy.WARN))
-    assert not any(isinstance(o, BaseException) for o in outcomes)
+        SimulatedWorld(RANKS).run(saving(lambda rank: state(rank, change_one), store, options=options))
     assert [r for r in caplog.records if "rank 2 differs from the majority" in r.getMessage()]
     asked = sharded("halves", torch.zeros(6, 2))
     assert load({"halves": asked}, store)["halves"][5, 0] == 2
-
-
-def test_nothing_is_compared_unless_asked() -> None:
-    outcomes, _ = outcome(change_one, SaveOptions(sample_replicas=Policy.IGNORE))
-    assert not any(isinstance(o, BaseException) for o in outcomes)
 
 
 def test_divergences_are_those_of_a_slow_comparison() -> None:
@@ -159,9 +145,6 @@ def test_divergences_are_those_of_a_slow_comparison() -> None:
         assert {d.name: sorted(d.groups) for d in find_divergences(message)} == expected
 
 
-IGNORE, WARN = SaveOptions(sample_replicas=Policy.IGNORE), SaveOptions(sample_replicas=Policy.WARN)
-
-
 class Forgets(ShardedModule):
     """Cuts `proj` over tp, as `gate`, and declares only the latter."""
 
@@ -175,45 +158,22 @@ class Forgets(ShardedModule):
         self.norm = nn.Parameter(torch.ones(64))
 
 
-def save_module(options: SaveOptions | None = None) -> tuple[list[Any], MemoryStore]:
-    store = MemoryStore()
-
-    def save_rank(group: Group) -> None:
-        model = Forgets(ParallelGroups.offline(ParallelLayout(tp=2, dp=2), group.rank))
-        save(model.sharded_state_dict(prefix="model."), store, options=options, group=group)
-
-    return SimulatedWorld(4).outcomes(save_rank), store
-
-
 def test_a_parameter_that_tp_cuts_undeclared_is_named_with_its_ranks_and_the_remedy() -> None:
-    outcomes, store = save_module()
+    def state_of(rank: int) -> Any:
+        model = Forgets(ParallelGroups.offline(ParallelLayout(tp=2, dp=2), rank))
+        return model.sharded_state_dict(prefix="model.")
+
+    store = MemoryStore()
+    error = error_of_all(4, saving(state_of, store), MismatchError)
+    assert "'model.proj' [0:32, 0:64]: no majority: ranks 0, 2 | ranks 1, 3 hold" in str(error)
+    assert "tp_sharding = {'name': dim}" in str(error)
+    assert "norm" not in str(error)
+    assert error.key == "model.proj"
     assert store.names() == []
-    for outcome in outcomes:
-        assert isinstance(outcome, MismatchError)
-        assert "'model.proj' [0:32, 0:64]: no majority: ranks 0, 2 | ranks 1, 3 hold" in str(outcome)
-        assert "tp_sharding = {'name': dim}" in str(outcome)
-        assert "norm" not in str(outcome)
-        assert outcome.key == "model.proj"
-    assert len({str(outcome) for outcome in outcomes}) == 1
-
-
-def test_it_can_be_a_warning_or_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    for options, message in ((WARN, True), (IGNORE, False)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            outcomes, store = save_module(options)
-        assert outcomes == [None] * 4
-        assert "metadata.json" in store.names()
-        assert ("'model.proj' [0:32, 0:64]" in caplog.text) is message
 
 
 def declared_state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
     return {"w": sharded("w", data, replica_id=rank)}
-
-
-def outcomes_of(make: Callable[[int], dict[str, Any]], **arguments: Any) -> list[Any]:
-    store = MemoryStore()
-    return SimulatedWorld(2).outcomes(lambda g: save(make(g.rank), store, group=g, **arguments))
 
 
 @pytest.mark.parametrize("location", [slice(0, 1), slice(4900, 5100), slice(9999, 10_000)])
@@ -224,9 +184,8 @@ def test_the_begin_the_middle_and_the_end_are_sampled(location: slice, dtype: to
         data[location] = rank
         return declared_state(rank, data.to(dtype).view(100, 100))
 
-    for outcome in outcomes_of(make):
-        assert isinstance(outcome, MismatchError)
-        assert "'w' [0:100, 0:100]" in str(outcome)
+    error = error_of_all(2, saving(make, MemoryStore()), MismatchError)
+    assert "'w' [0:100, 0:100]" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +205,7 @@ def test_the_begin_the_middle_and_the_end_are_sampled(location: slice, dtype: to
     ],
 )
 def test_equal_replicas_of_any_kind_are_saved(make: Callable[[], torch.Tensor]) -> None:
-    assert outcomes_of(lambda rank: declared_state(rank, make())) == [None, None]
+    SimulatedWorld(2).run(saving(lambda rank: declared_state(rank, make()), MemoryStore()))
 
 
 def test_the_sample_of_a_tensor_that_is_not_contiguous_is_that_of_its_values() -> None:
@@ -263,7 +222,7 @@ def test_what_is_not_the_same_chunk_may_differ() -> None:
         )
         return {"x": filled(rank, 2, key="x", rank=rank, ranks=2), "f": flat}
 
-    assert outcomes_of(make) == [None, None]
+    SimulatedWorld(2).run(saving(make, MemoryStore()))
 
 
 def test_of_two_declarations_of_one_rank_the_main_replica_is_saved() -> None:
@@ -283,55 +242,42 @@ def numbered_state(rank: int, number: int, *, rows: int = 2) -> dict[str, Any]:
     }
 
 
-class Run:
-    """A world whose ranks keep their plan caches between saves."""
+def numbered(number: int, **kwargs: Any) -> Callable[[int], State]:
+    return lambda rank: numbered_state(rank, number, **kwargs)
 
-    def __init__(self, options: SaveOptions | None = None) -> None:
-        self.world = SimulatedWorld(RANKS)
-        self.plans = [PlanCache() for _ in range(RANKS)]
-        self.store = MemoryStore()
-        self.options = options
 
-    def save(self, number: int, **kwargs: Any) -> None:
-        self.save_states([numbered_state(rank, number, **kwargs) for rank in range(RANKS)])
+def check(run: Run, number: int, **kwargs: Any) -> None:
+    """Load what was saved last, and compare it with what has this number."""
 
-    def save_states(self, states: list[dict[str, Any]]) -> None:
-        def save_rank(group: Group) -> None:
-            plans = self.plans[group.rank]
-            save(states[group.rank], self.store, group=group, plans=plans, options=self.options)
+    def load_rank(group: Group) -> None:
+        expected = numbered_state(group.rank, number, **kwargs)
+        wanted = numbered_state(group.rank, 99, **kwargs)
+        wanted["o"].data = wanted["seed"].value = None
+        loaded = load(wanted, run.store, group=group)
+        assert torch.equal(loaded["w"], expected["w"].data)
+        assert torch.equal(loaded["r"], expected["r"].data)
+        assert loaded["o"] == expected["o"].data
+        assert loaded["seed"] == {"n": number}
+        assert loaded["step"] == number
 
-        self.world.run(save_rank)
+    run.world.run(load_rank)
 
-    def check(self, number: int, **kwargs: Any) -> None:
-        def load_rank(group: Group) -> None:
-            expected = numbered_state(group.rank, number, **kwargs)
-            wanted = numbered_state(group.rank, 99, **kwargs)
-            wanted["o"].data = wanted["seed"].value = None
-            loaded = load(wanted, self.store, group=group)
-            assert torch.equal(loaded["w"], expected["w"].data)
-            assert torch.equal(loaded["r"], expected["r"].data)
-            assert loaded["o"] == expected["o"].data
-            assert loaded["seed"] == {"n": number}
-            assert loaded["step"] == number
 
-        self.world.run(load_rank)
-
-    @property
-    def hits(self) -> set[int]:
-        return {plans.hits for plans in self.plans}
+def save_and_check(run: Run, number: int, **kwargs: Any) -> None:
+    assert run.save(numbered(number, **kwargs)) is None
+    check(run, number, **kwargs)
 
 
 def test_an_unchanged_structure_is_planned_once_whatever_its_values_and_objects() -> None:
-    run = Run()
+    run = Run(RANKS)
     for number in range(1, 5):
-        run.save(number)
-        run.check(number)
+        save_and_check(run, number)
     assert run.hits == {3}
 
 
 def test_a_hit_exchanges_one_small_message() -> None:
-    run = Run()
-    run.save(1)
+    run = Run(RANKS)
+    run.save(numbered(1))
     counted: list[int] = []
 
     class Counting(MessagesOnly):
@@ -339,83 +285,80 @@ def test_a_hit_exchanges_one_small_message() -> None:
             counted.append(len(data))
             return super().all_gather(data)
 
-    def save_rank(group: Group) -> None:
-        save(numbered_state(group.rank, 3), run.store, group=Counting(group), plans=run.plans[group.rank])
-
-    run.world.run(save_rank)
+    assert run.save(numbered(3), group_of=Counting) is None
     assert max(counted) < 1024
 
 
 def test_two_structures_in_turn_both_keep_their_plans() -> None:
-    run = Run()
+    run = Run(RANKS)
     for number, rows in itertools.product(range(1, 4), (2, 3)):
-        run.save(number, rows=rows)
-        run.check(number, rows=rows)
+        save_and_check(run, number, rows=rows)
     assert run.hits == {4}
 
 
 def test_a_plan_that_only_some_ranks_keep_is_made_anew() -> None:
-    run = Run()
-    run.save(1)
+    run = Run(RANKS)
+    run.save(numbered(1))
     run.plans[2] = PlanCache()
-    run.save(2)
-    run.check(2)
-    run.save(3)
-    run.check(3)
+    save_and_check(run, 2)
+    save_and_check(run, 3)
     assert run.hits == {1}
 
 
 def test_a_changed_declaration_is_proved_anew() -> None:
-    run = Run()
-    run.save(1)
+    run = Run(RANKS)
+    run.save(numbered(1))
     states = [numbered_state(rank, 2) for rank in range(RANKS)]
     del states[1]["w"]
-    with pytest.raises(CoverageError, match="'w'"):
-        run.save_states(states)
+    error = run.save(states.__getitem__)
+    assert isinstance(error, CoverageError)
+    assert error.key == "w"
 
 
 @pytest.mark.parametrize(("key", "before", "after"), [("r", 1, 0), ("o", 0, 1)])
 def test_a_replica_id_that_changes_in_place_is_seen(key: str, before: int, after: int) -> None:
-    run = Run()
+    run = Run(RANKS)
     states = [numbered_state(rank, 1) for rank in range(RANKS)]
     states[1][key].replica_id = [before]  # the same list in both saves
-    run.save_states(states)
+    assert run.save(states.__getitem__) is None
     states[1][key].replica_id[0] = after
-    with pytest.raises(CoverageError, match=f"'{key}"):
-        run.save_states(states)
+    error = run.save(states.__getitem__)
+    assert isinstance(error, CoverageError)
+    assert f"'{key}" in str(error)
 
 
 @pytest.mark.parametrize("key", ["step", "seed"])
 def test_values_that_differ_between_ranks_are_seen_on_a_hit(key: str) -> None:
-    run = Run()
-    run.save(1)
+    run = Run(RANKS)
+    run.save(numbered(1))
     states = [numbered_state(rank, 2) for rank in range(RANKS)]
     states[1][key] = numbered_state(1, 3)[key]
-    with pytest.raises(MismatchError, match=key):
-        run.save_states(states)
+    error = run.save(states.__getitem__)
+    assert isinstance(error, MismatchError)
+    assert key in str(error)
 
 
 def test_the_oldest_of_too_many_plans_goes_first() -> None:
-    run = Run()
+    run = Run(RANKS)
     run.plans = [PlanCache(capacity=2) for _ in range(RANKS)]
     for rows in (1, 2, 3):
-        run.save(1, rows=rows)
+        run.save(numbered(1, rows=rows))
     assert all(len(plans.names) == 2 for plans in run.plans)
-    run.save(2, rows=1)
+    run.save(numbered(2, rows=1))
     assert run.hits == {0}
-    run.save(2, rows=3)
+    run.save(numbered(2, rows=3))
     assert run.hits == {1}
 
 
 def test_an_assumed_structure_is_not_compared_between_ranks_but_with_what_a_rank_holds() -> None:
-    run = Run(SaveOptions(assume_constant_structure=True))
-    run.save(1)
-    run.save(2)
-    run.check(2)
+    run = Run(RANKS, options=SaveOptions(assume_constant_structure=True))
+    run.save(numbered(1))
+    save_and_check(run, 2)
     assert run.hits == {1}
-    with pytest.raises(DeclarationError, match="'w': the structure of the state dict has changed"):
-        run.save(3, rows=3)
-    run.check(2)
+    error = run.save(numbered(3, rows=3))
+    assert isinstance(error, DeclarationError)
+    assert "'w': the structure of the state dict has changed" in str(error)
+    check(run, 2)
 
 
 @pytest.mark.parametrize(
@@ -455,10 +398,11 @@ def test_a_plan_of_other_ranks_is_not_taken() -> None:
 
 
 def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
-    run = Run(SaveOptions(assume_constant_structure=True))
-    run.save(1)
-    with pytest.raises(DeclarationError, match="has changed"):
-        run.save_states([numbered_state(rank ^ 1, 1) for rank in range(RANKS)])
+    run = Run(RANKS, options=SaveOptions(assume_constant_structure=True))
+    run.save(numbered(1))
+    error = run.save(lambda rank: numbered_state(rank ^ 1, 1))
+    assert isinstance(error, DeclarationError)
+    assert "has changed" in str(error)
 
 
 def options(**fields: Any) -> dict[str, Any]:
@@ -500,8 +444,4 @@ def test_ranks_that_save_differently_get_the_same_error_at_once(differs: dict[st
     def save_rank(group: Group) -> None:
         save(numbered_state(group.rank, 1), store, group=group, **(differs if group.rank == 1 else {}))
 
-    outcomes = SimulatedWorld(RANKS).outcomes(save_rank)
-    assert len({str(outcome) for outcome in outcomes}) == 1
-    assert all(isinstance(outcome, DeclarationError) for outcome in outcomes)
-    with pytest.raises(DeclarationError, match=f"(?s){text}"):
-        raise outcomes[0]
+    assert re.search(f"(?s){text}", str(error_of_all(RANKS, save_rank, DeclarationError)))

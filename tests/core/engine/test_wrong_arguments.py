@@ -19,7 +19,6 @@ import megackpt
 from megackpt import (
     AsyncOptions,
     Checkpointer,
-    CoverageError,
     DeclarationError,
     FormatError,
     IntegrityError,
@@ -53,7 +52,6 @@ from megackpt import inspect as inspect_checkpoint
 from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.engine.background.prepared_save import sendable
 from megackpt.engine.background.staging_memory import StagingMemory
-from megackpt.errors import UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.ground.arguments import checked_step
 from megackpt.options import VerifyOptions
@@ -64,6 +62,7 @@ from megackpt.testing.world import SimulatedWorld
 from megackpt.training.parallel import ParallelGroups, ParallelLayout, TpSharding
 from tests.support.checkpoints import flip
 from tests.support.states import sharded
+from tests.support.worlds import error_of_all, saving
 from tests.support.writers import FullDiskStrategy
 
 REQUIRED: dict[type, dict[str, Any]] = {
@@ -242,82 +241,19 @@ def test_a_missing_key_is_named_with_the_most_similar_one(tmp_path: Path) -> Non
     assert "load_sharded_metadata" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (torch.zeros(3), r"'w': stored as float32 \(2,\), asked for as float32 \(3,\)"),
-        (torch.zeros(2).bfloat16(), r"'w': stored as float32 \(2,\), asked for as bfloat16 \(2,\)"),
-    ],
-)
-def test_another_shape_or_dtype_than_stored_raises_an_error_before_anything_is_read(
-    tmp_path: Path, asked: torch.Tensor, message: str
-) -> None:
-    save({"w": sharded("w", torch.ones(2))}, tmp_path / "c")
-    with pytest.raises(MismatchError, match=message) as caught:
-        load({"w": sharded("w", asked)}, tmp_path / "c")
-    assert "allow_shape_mismatch" in str(caught.value)
-    assert asked.sum() == 0
-
-
-def test_elements_that_no_rank_saves_are_named(tmp_path: Path) -> None:
-    third = sharded("v", torch.zeros(2, 4), (0, 1, 3))
-    with pytest.raises(CoverageError) as caught:
-        save({"w": sharded("w", torch.zeros(2, 4)), "v": third}, tmp_path / "c")
-    text = str(caught.value)
-    assert "'v': elements [0:2, 0:4] are saved by no rank (global shape (6, 4))" in text
-    assert "'v': elements [4:6, 0:4] are saved by no rank" in text
-    assert "global_offset and replica_id" in text
-    assert "'w'" not in text
-
-
-def test_elements_that_two_main_replicas_save_are_named_with_the_ranks(tmp_path: Path) -> None:
-    def overlap(group: megackpt.comm.Group) -> None:
-        data = torch.zeros(3, 2)
-        offset = (0, 0) if group.rank == 0 else (2, 0)
-        tensor = ShardedTensor("w", data, torch.float32, (3, 2), (5, 2), offset)
-        save({"w": tensor}, tmp_path / "c", group=group)
-
-    for error in SimulatedWorld(2).outcomes(overlap):
-        assert isinstance(error, CoverageError)
-        assert "'w': elements [2:3, 0:2] are saved by more than one main replica (ranks 0, 1)" in str(error)
-
-
-def test_arrays_without_any_main_replica_are_holes(tmp_path: Path) -> None:
-    with pytest.raises(CoverageError, match=r"'w': elements \[0:2\] are saved by no rank"):
-        save({"w": sharded("w", torch.zeros(2), replica_id=(0, 0, 1))}, tmp_path / "c")
-
-
-def test_ranks_that_disagree_about_an_array_are_named(tmp_path: Path) -> None:
-    def disagree(group: megackpt.comm.Group) -> None:
-        tensor = sharded("w", torch.zeros(2 + group.rank // 2), (0, group.rank, 3))
-        save({"w": tensor}, tmp_path / "c", group=group)
-
-    for error in SimulatedWorld(3).outcomes(disagree):
-        assert isinstance(error, MismatchError)
-        assert "'w': float32 (6,) on ranks 0, 1; float32 (9,) on ranks 2" in str(error)
-
-
 def test_common_state_that_differs_is_named_by_path_and_rank(tmp_path: Path) -> None:
-    def differ(group: megackpt.comm.Group, **arguments: Any) -> None:
-        save({"args": {"lr": 1.0, "rank": group.rank}}, tmp_path / "c", group=group, **arguments)
+    def state_of(rank: int) -> dict[str, Any]:
+        return {"args": {"lr": 1.0, "rank": rank}}
 
     def rate(common: Any) -> dict[str, float]:
         return {"lr": common["args"]["lr"]}
 
-    for error in SimulatedWorld(3).outcomes(differ):
-        assert isinstance(error, MismatchError)
-        assert "'args.rank' on rank(s) 1, 2" in str(error)
-        assert "args.lr" not in str(error)
-        assert "ShardedObject" in str(error)
-    SimulatedWorld(3).run(lambda g: differ(g, preprocess_common_before_consistancy_check=rate))
-    assert load_common_state_dict(tmp_path / "c")["args"]["rank"] == 0
-
-
-def test_a_value_without_a_codec_raises_an_error_at_save_with_its_path_and_type(tmp_path: Path) -> None:
-    with pytest.raises(UnserializableError, match=r"args\.hooks\[1\].*(function|lambda)") as caught:
-        save({"args": {"hooks": [1, lambda: None]}, "w": sharded("w", torch.zeros(1))}, tmp_path / "c")
-    assert "create it again after loading" in str(caught.value)
-    assert not (tmp_path / "c" / "metadata.json").exists()
+    error = error_of_all(3, saving(state_of, tmp_path), MismatchError)
+    assert "'args.rank' on rank(s) 1, 2" in str(error)
+    assert "args.lr" not in str(error)
+    assert "ShardedObject" in str(error)
+    SimulatedWorld(3).run(saving(state_of, tmp_path, preprocess_common_before_consistancy_check=rate))
+    assert load_common_state_dict(tmp_path)["args"]["rank"] == 0
 
 
 def test_an_entity_without_data_cannot_be_saved(tmp_path: Path) -> None:

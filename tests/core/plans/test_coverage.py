@@ -13,16 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import CoverageError, FormatError, MismatchError, ShardedObject, ShardedTensor, load, save
-from megackpt.comm import Group
+from megackpt import CoverageError, FormatError, MismatchError, ShardedObject, ShardedTensor, load
 from megackpt.entities.describe import describe
 from megackpt.errors import CheckpointError, rank_list
 from megackpt.options import Spread
 from megackpt.plans.geometry import Box, tiling
 from megackpt.plans.geometry.tiling import Rectangles, uncovered_regions
 from megackpt.plans.metadata import (
-    ArraySpec,
-    ChunkTable,
     DeclaredChunks,
     MergedDeclarations,
     PackedDeclarations,
@@ -38,9 +35,10 @@ from megackpt.plans.validation import check_coverage
 from megackpt.plans.validation.equality import check_common_equal
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
-from megackpt.testing.world import SimulatedWorld
 from tests.support.declaration_faults import FAULTS, RANKS, World, is_main, outcomes_of, valid_world
 from tests.support.effort import few
+from tests.support.tables import Row, declared_rows
+from tests.support.worlds import error_of_all, saving
 
 RandomWorld = list[list[ShardedTensor | ShardedObject]]
 
@@ -135,13 +133,6 @@ def replicated(rows: int) -> RandomWorld:
     return [[ShardedTensor.from_rank_offsets("w", data, replica_id=rank)] for rank in range(8)]
 
 
-def test_one_long_chunk_is_spread_over_all_its_owners() -> None:
-    merged, _ = gathered(described(replicated(8000)))
-    plan = plan_merged_save(merged, part_bytes=100)
-    written = np.bincount(plan.writer, plan.table.nbytes, minlength=8)
-    assert written.max() <= 1.05 * written.mean()
-
-
 def test_equal_lists_are_sent_once() -> None:
     merged, _ = gathered(described(replicated(8)))
     assert len(merged.declared) == 2  # that of the main replica, and that of seven others
@@ -171,37 +162,6 @@ def test_ranks_are_named_as_if_all_had_sent_everything() -> None:
     assert str(error) == str(raised(check_coverage, merge_declarations(described(world))))
 
 
-Row = tuple[str, tuple[int, ...], tuple[int, ...], slice | None]  # key, start, shape, flat range
-
-
-def declared(shapes: dict[str, tuple[int, ...]], *rows: Row, rank: int = 0) -> DeclaredChunks:
-    """Main replicas on one rank."""
-    keys = sorted(shapes)
-    dims = max(map(len, shapes.values()))
-
-    def padded(values: tuple[int, ...], fill: int) -> list[int]:
-        return [*values, *[fill] * (dims - len(values))]
-
-    flats = [(f.start, f.stop) if f else (0, int(np.prod(shape, dtype=int))) for _, _, shape, f in rows]
-    low, high = np.array(flats, int).reshape(-1, 2).T
-    table = ChunkTable(
-        tuple(ArraySpec(key, "uint8", shapes[key]) for key in keys),
-        np.array([keys.index(key) for key, *_ in rows], int),
-        np.array([padded(start, 0) for _, start, _, _ in rows], int).reshape(-1, dims),
-        np.array([padded(shape, 1) for _, _, shape, _ in rows], int).reshape(-1, dims),
-        low,
-        high,
-        high - low,
-    )
-    return DeclaredChunks(
-        table,
-        np.ones(len(rows), np.bool_),
-        np.zeros(len(rows), np.bool_),
-        np.full(len(rows), rank),
-        np.arange(len(rows)),
-    )
-
-
 def sent(chunks: DeclaredChunks) -> dict[str, np.ndarray]:
     return unpack_columns(pack_columns(chunks.to_columns()), where="a test")
 
@@ -211,7 +171,7 @@ def test_flat_ranges_of_different_boxes_are_not_joined_although_their_numbers_fo
     lower: list[Row] = [("w", (2, 0), (2, 4), None)]
     for rows in permutations(upper):
         with pytest.raises(CoverageError, match=r"\[2:4, 0:2\] are saved by more than one"):
-            check_coverage(declared({"w": (4, 4)}, *rows, *lower))
+            check_coverage(declared_rows({"w": (4, 4)}, *rows, *lower))
 
 
 @pytest.mark.parametrize(
@@ -224,9 +184,9 @@ def test_flat_ranges_of_different_boxes_are_not_joined_although_their_numbers_fo
     ],
 )
 def test_flat_ranges_and_boxes_of_different_shapes_may_share_an_array(rows: list[Row]) -> None:
-    check_coverage(declared({"w": (4, 4)}, *rows))
+    check_coverage(declared_rows({"w": (4, 4)}, *rows))
     with pytest.raises(CoverageError):
-        check_coverage(declared({"w": (4, 4)}, *rows[1:]))
+        check_coverage(declared_rows({"w": (4, 4)}, *rows[1:]))
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
@@ -234,7 +194,7 @@ def test_copies_neither_cover_anything_nor_cover_it_twice(is_flat: bool) -> None
     cuts: list[Row] = [("w", (0, 0), (4, 4), slice(0, 7)), ("w", (0, 0), (4, 4), slice(7, 16))]
     boxes: list[Row] = [("w", (0, 0), (1, 4), None), ("w", (1, 0), (3, 4), None)]
     rows = cuts if is_flat else boxes
-    twice = declared({"w": (4, 4)}, *rows, *rows)
+    twice = declared_rows({"w": (4, 4)}, *rows, *rows)
     for saved in ([0, 1], [2, 3], [0, 3]):
         check_coverage(replace(twice, main=np.isin(np.arange(4), saved)))
     for saved in ([0], [1], [0, 2], []):
@@ -244,7 +204,7 @@ def test_copies_neither_cover_anything_nor_cover_it_twice(is_flat: bool) -> None
 
 def test_of_equal_chunks_that_several_ranks_save_the_first_stays_and_other_arrays_do_not_change() -> None:
     rows: list[Row] = [("shared", (0,), (2,), None), ("shared", (2,), (2,), None), ("own", (0,), (4,), None)]
-    saved = declared({"shared": (4,), "own": (4,)}, *rows, *rows)
+    saved = declared_rows({"shared": (4,), "own": (4,)}, *rows, *rows)
     assert keep_lowest_main(saved, {"shared"}).main.tolist() == [True, True, True, False, False, True]
     assert keep_lowest_main(saved, set()).main.all()
 
@@ -253,14 +213,14 @@ def test_arrays_of_very_many_elements_are_proved_too() -> None:
     half = 2**29
     shapes = {f"w{i:02d}": (2 * half, 2 * half) for i in range(20)}
     rows: list[Row] = [(k, (a, b), (half, half), None) for k in shapes for a in (0, half) for b in (0, half)]
-    check_coverage(declared(shapes, *rows))
+    check_coverage(declared_rows(shapes, *rows))
     with pytest.raises(CoverageError) as caught:
-        check_coverage(declared(shapes, *[row for i, row in enumerate(rows) if i % 4 != 0]))
+        check_coverage(declared_rows(shapes, *[row for i, row in enumerate(rows) if i % 4 != 0]))
     for i in range(10):
         assert f"'w{i:02d}': elements [0:{half}, 0:{half}] are saved by no rank" in str(caught.value)
     assert "(20 in all)" in str(caught.value)
     with pytest.raises(CoverageError) as caught:
-        check_coverage(declared(shapes, *rows[:70], *rows[71:]))
+        check_coverage(declared_rows(shapes, *rows[:70], *rows[71:]))
     assert f"'w17': elements [{half}:{2 * half}, 0:{half}] are saved by no rank" in str(caught.value)
     assert caught.value.key == "w17"
 
@@ -271,7 +231,7 @@ def test_positions_sort_like_array_and_start_even_where_they_do_not_fit_into_64_
         shapes = {f"w{i}": (large, large, 4) for i in range(9)}
         keys = rng.choice(sorted(shapes), 300).tolist()
         starts = rng.integers(0, 4, (300, 3)).tolist()
-        table = declared(
+        table = declared_rows(
             shapes, *[(k, tuple(s), (1, 1, 1), None) for k, s in zip(keys, starts, strict=True)]
         ).table
         locations = table.start_keys()
@@ -283,9 +243,9 @@ def test_positions_sort_like_array_and_start_even_where_they_do_not_fit_into_64_
 
 def test_ranks_that_list_the_same_arrays_share_the_list_they_decoded() -> None:
     shapes = {"v": (2,), "w": (4, 4)}
-    left = declared(shapes, ("v", (0,), (2,), None), ("w", (0, 0), (2, 4), None), rank=0)
-    right = declared(shapes, ("w", (2, 0), (2, 4), None), rank=1)
-    other = declared({"u": (3,)}, ("u", (0,), (3,), None), rank=2)
+    left = declared_rows(shapes, ("v", (0,), (2,), None), ("w", (0, 0), (2, 4), None), rank=0)
+    right = declared_rows(shapes, ("w", (2, 0), (2, 4), None), rank=1)
+    other = declared_rows({"u": (3,)}, ("u", (0,), (3,), None), rank=2)
     decoded = decode_declarations([sent(chunks) for chunks in (left, right, other)])
     assert decoded[0].table.arrays is decoded[1].table.arrays
     merged = merge_declarations(decoded)
@@ -296,7 +256,7 @@ def test_ranks_that_list_the_same_arrays_share_the_list_they_decoded() -> None:
 
 
 def test_a_list_of_equal_bytes_but_other_extents_is_not_taken_for_a_known_one() -> None:
-    wide = sent(declared({"a": (2, 3), "b": (4, 5)}, ("a", (0, 0), (2, 3), None)))
+    wide = sent(declared_rows({"a": (2, 3), "b": (4, 5)}, ("a", (0, 0), (2, 3), None)))
     narrow = {**wide, "global_shape": wide["global_shape"].reshape(4, 1)}
     with pytest.raises(FormatError, match="declarations of rank 1: "):
         decode_declarations([wide, narrow])
@@ -306,7 +266,7 @@ def test_a_list_of_equal_bytes_but_other_extents_is_not_taken_for_a_known_one() 
     ("shape", "ndim"), [((-1, -4), 2), ((2**31, 2**31), 2), ((2**61, 0), 2), ((2, 2), 1)]
 )
 def test_a_shape_that_no_array_can_have_raises_an_error(shape: tuple[int, int], ndim: int) -> None:
-    columns = sent(declared({"a": (2, 2), "b": (1, 1)}))
+    columns = sent(declared_rows({"a": (2, 2), "b": (1, 1)}))
     columns["global_shape"] = np.array([(2, 2), shape])
     columns["ndim"] = np.array([2, ndim], np.uint8)
     message = r"rank 0: 'b' has a shape that no array can have.*damaged"
@@ -316,10 +276,10 @@ def test_a_shape_that_no_array_can_have_raises_an_error(shape: tuple[int, int], 
 
 
 def test_conflicts_name_all_versions_with_their_ranks_and_stay_readable_for_many_ranks() -> None:
-    per_rank = [declared({"w": (3 if rank == 17 else 2,)}, rank=rank) for rank in range(20)]
+    per_rank = [declared_rows({"w": (3 if rank == 17 else 2,)}, rank=rank) for rank in range(20)]
     with pytest.raises(MismatchError) as caught:
         merge_declarations(per_rank)
-    message = "'w': uint8 (2,) on ranks 0-16, 18-19 (19 in all); uint8 (3,) on ranks 17\n"
+    message = "'w': int8 (2,) on ranks 0-16, 18-19 (19 in all); int8 (3,) on ranks 17\n"
     assert message in str(caught.value)
 
 
@@ -563,49 +523,36 @@ def test_what_is_still_saved_exactly_once_raises_no_error(change: Callable[[Worl
 def test_many_faults_of_each_kind_are_listed_by_their_first_ones_and_a_count() -> None:
     ranks, arrays = 2, 15
 
-    def save_rank(group: Group) -> None:
-        def half(key: str, mains: bool) -> ShardedTensor:
-            return ShardedTensor.from_rank_offsets(
-                key, torch.zeros(2), (0, 0, 2), replica_id=0 if mains else 1
-            )
+    def state_of(rank: int) -> dict[str, object]:
+        keys = [f"a{i:02d}" for i in range(arrays)]
+        halves = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 0, 2)) for key in keys}
+        return {**halves, "objects": ShardedObject("objects", 0, (30,), (0,))}
 
-        state = {
-            **{f"a{i:02d}": half(f"a{i:02d}", mains=True) for i in range(arrays)},
-            "objects": ShardedObject("objects", 0, (30,), (0,)),
-        }
-        save(state, MemoryStore(), group=group)
-
-    for error in SimulatedWorld(ranks).outcomes(save_rank):
-        assert isinstance(error, CoverageError)
-        assert error.key == "a00"
-        assert error.rank == 0
-        missing, twice, objects, objects_twice = str(error).split("Saved ")[1:]
-        assert missing.startswith("by no rank")
-        assert [line for line in missing.splitlines() if "elements" in line] == [
-            f"  'a{i:02d}': elements [2:4] are saved by no rank (global shape (4,)); "
-            "ranks 0, 1 declare other chunks"
-            for i in range(4)
-        ]
-        assert "... and 11 more (15 in all)" in missing
-        assert twice.startswith("more than once")
-        assert "'a03': elements [0:2] are saved by more than one main replica (ranks 0, 1)" in twice
-        assert "... and 11 more (15 in all)" in twice
-        assert "object 'objects/shard_4_30'" in objects
-        assert "... and 25 more (29 in all)" in objects
-        assert (
-            "object 'objects/shard_0_30' is saved by more than one main replica (ranks 0, 1)" in objects_twice
-        )
+    error = error_of_all(ranks, saving(state_of, MemoryStore()), CoverageError)
+    assert error.key == "a00"
+    assert error.rank == 0
+    assert "Check global_offset and replica_id in the sharded_state_dict() of these keys" in str(error)
+    missing, twice, objects, objects_twice = str(error).split("Saved ")[1:]
+    assert missing.startswith("by no rank")
+    assert [line for line in missing.splitlines() if "elements" in line] == [
+        f"  'a{i:02d}': elements [2:4] are saved by no rank (global shape (4,)); "
+        "ranks 0, 1 declare other chunks"
+        for i in range(4)
+    ]
+    assert "... and 11 more (15 in all)" in missing
+    assert twice.startswith("more than once")
+    assert "'a03': elements [0:2] are saved by more than one main replica (ranks 0, 1)" in twice
+    assert "... and 11 more (15 in all)" in twice
+    assert "object 'objects/shard_4_30'" in objects
+    assert "... and 25 more (29 in all)" in objects
+    assert "object 'objects/shard_0_30' is saved by more than one main replica (ranks 0, 1)" in objects_twice
 
 
 def test_conflicts_between_ranks_are_listed_all_together() -> None:
-    def save_rank(group: Group) -> None:
-        state = {
-            f"a{i:02d}": ShardedTensor.from_rank_offsets(f"a{i:02d}", torch.zeros(2 + group.rank))
-            for i in range(12)
-        }
-        save(state, MemoryStore(), group=group)
+    def state_of(rank: int) -> dict[str, object]:
+        keys = [f"a{i:02d}" for i in range(12)]
+        return {key: ShardedTensor.from_rank_offsets(key, torch.zeros(2 + rank)) for key in keys}
 
-    for error in SimulatedWorld(2).outcomes(save_rank):
-        assert isinstance(error, MismatchError)
-        assert "'a09': float32 (2,) on ranks 0; float32 (3,) on ranks 1" in str(error)
-        assert "... and 2 more (12 in all)" in str(error)
+    error = error_of_all(2, saving(state_of, MemoryStore()), MismatchError)
+    assert "'a09': float32 (2,) on ranks 0; float32 (3,) on ranks 1" in str(error)
+    assert "... and 2 more (12 in all)" in str(error)

@@ -41,6 +41,7 @@ from megackpt.plans.planning.exchange_plan import ExchangePlan, Readers, aligned
 from megackpt.plans.planning.load_plan import overlapping_chunks
 from megackpt.testing.layouts import arrays, owned_chunks
 from tests.support.effort import few
+from tests.support.tables import Row, declared_rows
 
 MIB = 1 << 20
 
@@ -276,23 +277,13 @@ def test_ranks_that_ask_for_the_same_are_planned_once(monkeypatch: pytest.Monkey
 
 def test_arrays_that_are_together_longer_than_64_bits_are_distinguished() -> None:
     length, arrays = 2**59, 40
-    specs = tuple(ArraySpec(f"k{i:02d}", "int8", (length,)) for i in range(arrays))
-    array = np.repeat(np.arange(arrays), 2)
-    start = np.tile([0, length // 2], arrays)[:, None]
-    half = np.full(2 * arrays, length // 2)
-    stored = ChunkTable(specs, array, start, half[:, None], 0 * half, half, half)
-    wanted = ChunkTable(
-        specs[1::2],
-        np.arange(arrays // 2),
-        np.full((arrays // 2, 1), length // 2 + 5),
-        np.full((arrays // 2, 1), 7),
-        np.zeros(arrays // 2, np.int64),
-        np.full(arrays // 2, 7),
-        np.full(arrays // 2, 7),
-    )
-    no = np.zeros(arrays // 2, np.bool_)
-    entities = np.arange(arrays // 2)
-    copies = plan_load(DeclaredChunks(wanted, ~no, no, 0 * entities, entities), stored, where="here")
+    shapes = {f"k{i:02d}": (length,) for i in range(arrays)}
+    half = length // 2
+    rows: list[Row] = [(key, (start,), (half,), None) for key in shapes for start in (0, half)]
+    stored = declared_rows(shapes, *rows).table
+    asked = dict.fromkeys(list(shapes)[1::2], (length,))
+    wanted = declared_rows(asked, *[(key, (half + 5,), (7,), None) for key in asked])
+    copies = plan_load(wanted, stored, where="here")
     assert copies.stored.tolist() == [4 * i + 3 for i in range(arrays // 2)]
     assert copies.source_first.tolist() == [5] * (arrays // 2)
 
@@ -306,9 +297,7 @@ def boxes(start: Ints, extent: Ints, whole: tuple[int, ...]) -> ChunkTable:
 
 
 def all_of(whole: tuple[int, ...]) -> DeclaredChunks:
-    table = boxes(np.zeros((1, len(whole)), np.int64), np.array([whole]), whole)
-    yes = np.ones(1, np.bool_)
-    return DeclaredChunks(table, yes, ~yes, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return declared_rows({"w": whole}, ("w", (0,) * len(whole), whole, None))
 
 
 def test_equal_chunks_are_one_whatever_their_number() -> None:
@@ -350,16 +339,11 @@ def test_many_chunks_that_overlap_and_tile_are_planned_in_time() -> None:
 
 
 def test_rows_of_another_array_are_not_taken_where_an_index_is_not_sorted() -> None:
-    specs = tuple(ArraySpec(key, "int8", (4,)) for key in "ab")
-    column = np.zeros((2, 1), np.int64)
-    four = np.full(2, 4)
-    stored = ChunkTable(specs, np.array([1, 0]), column, four[:, None], 0 * four, four, four)
-    for number, spec in enumerate(specs):
-        ones = np.ones(1, np.int64)
-        wanted = ChunkTable((spec,), 0 * ones, column[:1], four[:1, None], 0 * ones, 4 * ones, 4 * ones)
-        requested = DeclaredChunks(wanted, ones > 0, ones < 0, 0 * ones, 0 * ones)
+    whole: list[Row] = [("b", (0,), (4,), None), ("a", (0,), (4,), None)]
+    stored = declared_rows({"a": (4,), "b": (4,)}, *whole).table
+    for number, key in enumerate("ab"):
         try:
-            copies = plan_load(requested, stored, where="here")
+            copies = plan_load(declared_rows({key: (4,)}, (key, (0,), (4,), None)), stored, where="here")
         except FormatError:
             continue
         assert stored.array[copies.stored].tolist() == [number]
@@ -429,11 +413,11 @@ def test_blocks_that_are_longer_than_a_read_raise_an_error() -> None:
 
 EXTENTS = (5, 4)
 ARRAYS = tuple(ArraySpec(key, "int8", EXTENTS) for key in ("a", "b", "c"))
-Row = tuple[int, tuple[int, int], tuple[int, int], int, int]  # array, start, stop, flat range
+Range = tuple[int, tuple[int, int], tuple[int, int], int, int]  # array, start, stop, flat range
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> Row:
+def chunks(draw: st.DrawFn) -> Range:
     """Any flat range of any box, also an empty one; few boxes, so that many are equal."""
     ends = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) for n in EXTENTS]
     if draw(st.booleans()):
@@ -446,7 +430,7 @@ def chunks(draw: st.DrawFn) -> Row:
     return draw(st.integers(0, len(ARRAYS) - 1)), (a, c), (b, d), low, high
 
 
-def table_of(rows: list[Row]) -> ChunkTable:
+def table_of(rows: list[Range]) -> ChunkTable:
     """The rows in the order of an index."""
     ordered = sorted(rows, key=lambda row: (row[0], row[1], row[3], row[4]))
     columns = [np.array([row[i] for row in ordered], np.int64) for i in range(5)]
@@ -470,7 +454,7 @@ def elements(table: ChunkTable, row: int) -> set[tuple[int, int]]:
     wanted=[(0, (0, 0), (5, 4), 15, 17)],
     stored=[(0, (0, 0), (5, 4), 0, 18), (0, (0, 0), (5, 4), 2, 4), (0, (0, 0), (5, 4), 17, 20)],
 )
-def test_pairs_that_share_an_element_are_found(wanted: list[Row], stored: list[Row]) -> None:
+def test_pairs_that_share_an_element_are_found(wanted: list[Range], stored: list[Range]) -> None:
     want, have = table_of(wanted), table_of(stored)
     asked, candidates = overlapping_chunks(want, have)
     pairs = list(zip(asked.tolist(), candidates.tolist(), strict=True))
@@ -546,21 +530,6 @@ def test_two_thousand_chunks_that_overlap_in_four_million_cells_are_rejected() -
     corner = np.arange(SIDE - 1)
     start = np.concatenate(([[0, 0]], np.stack((corner, corner), axis=1)))
     shape = np.concatenate(([[SIDE, SIDE]], np.full((SIDE - 1, 2), 2)))
-    order = np.lexsort((*shape.T[::-1], *start.T[::-1]))
-    start, shape = start[order], shape[order]
-    numel = shape.prod(axis=1)
-    spec = ArraySpec("w", "int8", (SIDE, SIDE))
-    stored = ChunkTable((spec,), 0 * numel, start, shape, 0 * numel, numel, numel)
-    ones = np.ones(1, np.int64)
-    whole = ChunkTable(
-        (spec,),
-        0 * ones,
-        np.zeros((1, 2), np.int64),
-        np.full((1, 2), SIDE),
-        0 * ones,
-        SIDE**2 * ones,
-        SIDE**2 * ones,
-    )
-    request = DeclaredChunks(whole, ones > 0, ones < 0, 0 * ones, 0 * ones)
+    stored = boxes(start, shape, (SIDE, SIDE))
     with pytest.raises(FormatError, match=r"'w' overlap in more than 4,194,304 places.* damaged or forged"):
-        plan_load(request, stored, where="here")
+        plan_load(all_of((SIDE, SIDE)), stored, where="here")

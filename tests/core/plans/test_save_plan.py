@@ -17,7 +17,7 @@ from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.entities.describe import describe
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.plans.geometry import Ints
-from megackpt.plans.metadata import ArraySpec, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks, itemsizes
 from megackpt.plans.metadata.merge import merge_declarations
 from megackpt.plans.planning import SavePlan, plan_main_replicas, plan_save, with_object_sizes
 from megackpt.plans.planning.assignment import FEW, assign_writers, split_long_chunks
@@ -28,6 +28,7 @@ from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from megackpt.whole.copy_source import plan_copy
 from tests.support.effort import few
 from tests.support.states import filled, replica, sharded
+from tests.support.tables import Row, declared_rows
 
 
 def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:
@@ -105,7 +106,7 @@ def writers_one_by_one(nbytes: list[int], owners: list[list[int]], ranks: int) -
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
-@pytest.mark.parametrize("sizes", [3, 10_000])
+@pytest.mark.parametrize("sizes", [3, 10, 40, 10_000])  # from many to few chunks of equal sizes and owners
 @pytest.mark.parametrize("seed", range(5))
 def test_giving_out_equal_chunks_at_once_ends_like_giving_them_out_one_by_one(
     seed: int, sizes: int, *, overlapping: bool
@@ -246,16 +247,6 @@ def test_a_kept_plan_is_not_taken_for_another_spread() -> None:
     SimulatedWorld(RANKS).run(run)
     assert len(written(stores[0])) == RANKS
     assert written(stores[1]) == {0: SIZE}
-
-
-def test_ranks_that_spread_differently_raise_an_error() -> None:
-    def run(group: SimulatedRank) -> None:
-        options = SaveOptions(spread="world" if group.rank else "none")
-        save(state(group, dp=8, fill=True), MemoryStore(), options=options, group=group)
-
-    message = r"SaveOptions\.spread is 'none' on rank 0 and 'world' on rank 1"
-    with pytest.raises(DeclarationError, match=message):
-        SimulatedWorld(RANKS).run(run)
 
 
 def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
@@ -461,11 +452,8 @@ def test_a_kept_plan_of_own_rows_is_not_taken_for_one_of_all() -> None:
 
 
 def test_a_chunk_without_elements_is_not_copied() -> None:
-    extent = np.array([0, 3, 5])
-    start = np.array([0, 0, 3])
-    arrays, zeros = (ArraySpec("w", "int8", (8,)),), np.zeros(3, np.int64)
-    stored = ChunkTable(arrays, zeros, start[:, None], extent[:, None], zeros, extent, extent)
-    plan = plan_copy(stored, np.arange(3), ranks=2).plan
+    rows: list[Row] = [("w", (0,), (0,), None), ("w", (0,), (3,), None), ("w", (3,), (5,), None)]
+    plan = plan_copy(declared_rows({"w": (8,)}, *rows).table, np.arange(3), ranks=2).plan
     assert plan.table.start[:, 0].tolist() == [0, 3]
     assert plan.table.shape[:, 0].tolist() == [3, 5]
 
@@ -481,24 +469,3 @@ def writers(nbytes: list[int], owners: list[list[int]], *, ranks: int) -> list[i
 def test_chunks_of_one_size_go_to_replicas_in_turn_from_the_lowest(count: int) -> None:
     expected = [(2, 5, 7)[i % 3] for i in range(count)]
     assert writers([8] * count, [[2, 5, 7]] * count, ranks=8) == expected
-
-
-@pytest.mark.parametrize("count", [2, FEW + 4])
-def test_of_ranks_that_have_equally_many_bytes_already_the_lowest_is_next(count: int) -> None:
-    nbytes = [6, 6, *[3] * count]
-    owners = [[0], [1], *[[0, 1, 2]] * count]
-    assert writers(nbytes, owners, ranks=3) == writers_one_by_one(nbytes, owners, 3)
-    assert writers(nbytes, owners, ranks=3)[2:6] == [2, 2, 0, 1][:count]
-
-
-def test_ties_between_sets_that_overlap_go_to_the_lowest_rank_of_each() -> None:
-    owners = [[1, 2], [0, 2], [0, 1], [1, 2]]
-    assert writers([4, 4, 4, 4], owners, ranks=3) == [1, 0, 0, 2]
-    assert writers([4, 4, 4, 4], owners, ranks=3) == writers_one_by_one([4] * 4, owners, 3)
-
-
-@pytest.mark.parametrize("count", [2, FEW + 1])
-def test_empty_chunks_add_nothing_so_one_rank_has_them_all(count: int) -> None:
-    nbytes = [5, *[0] * count]
-    owners = [[0], *[[0, 1, 2]] * count]
-    assert writers(nbytes, owners, ranks=3) == [0, *[1] * count]

@@ -96,6 +96,9 @@ def test_leftovers_are_removed_up_to_a_commit_unless_pinned() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        (lambda: SaveSchedule(seconds=-1.0), r"SaveSchedule\.seconds is -1"),
+        (lambda: SaveSchedule(signals=signal.SIGTERM), r"SaveSchedule\.signals is .*; give a tuple"),
+        (lambda: SaveSchedule(signals=tuple(range(1, 10))), r"has 9 signals; give at most 8"),
         (lambda: Retention(keep_last=0), "keep_last is 0"),
         (lambda: Retention(keep_every=-1), "keep_every is -1"),
         (lambda: Retention(keep_last=True), "keep_last is True"),
@@ -105,7 +108,7 @@ def test_leftovers_are_removed_up_to_a_commit_unless_pinned() -> None:
         (lambda: KeepBest(metric="loss", mode="lowest"), "'min' or 'max'"),
     ],
 )
-def test_a_retention_out_of_range_is_an_error(wrong: object, message: str) -> None:
+def test_a_retention_or_schedule_out_of_range_is_an_error(wrong: object, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         wrong()  # type: ignore[operator]
 
@@ -428,12 +431,6 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
 def test_options_out_of_range_are_errors(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         Checkpointer(tmp_path, **options)  # type: ignore[arg-type]
-    with pytest.raises(DeclarationError, match=r"SaveSchedule\.seconds is -1"):
-        SaveSchedule(seconds=-1.0)
-    with pytest.raises(DeclarationError, match=r"SaveSchedule\.signals is .*; give a tuple"):
-        SaveSchedule(signals=signal.SIGTERM)  # type: ignore[arg-type]
-    with pytest.raises(DeclarationError, match=r"has 9 signals; give at most 8"):
-        SaveSchedule(signals=tuple(range(1, 10)))
 
 
 Done = list[str | list[str]]
