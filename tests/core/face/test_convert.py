@@ -16,7 +16,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, UNREADABLE
-from megackpt.comm import Group, SingleProcess
+from megackpt.comm import SingleProcess
 from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits
@@ -32,11 +32,13 @@ from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
+from tests.support import checkpoints
 from tests.support.checkpoints import files_below, flip
 from tests.support.command_line import CommandLine
 from tests.support.effort import sampled
 from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
 from tests.support.states import random_arrays
+from tests.support.worlds import saving
 from tests.support.zarr_v1 import copy_as_zarr_v1
 
 FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
@@ -50,34 +52,25 @@ CONTENT = {"layout": {"tp": 2}}
 
 def state_of(rank: int) -> ShardedStateDict:
     """Blocks, uneven blocks, flat ranges, replicas, odd dtypes, nothing at all; objects per rank."""
-    numbers = torch.arange(48.0).reshape(6, 8)
-    cut = (0, 21, 48)[rank : rank + 2]
     uneven = ((0, 2), (2, 5))[rank]
     nan = torch.tensor([0x7FC01234, 0x80000000 - 2**32, rank], dtype=torch.int32).view(torch.float32)
+    kinds = checkpoints.state_of(rank)
     return {
-        "block": ShardedTensor.from_rank_offsets("block", numbers[:, 4 * rank : 4 * rank + 4], (1, rank, 2)),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat", numbers.flatten()[cut[0] : cut[1]], (6, 8), flattened_range=slice(*cut)
-        ),
+        **{key: kinds[key] for key in ("block", "flat", "half", "object")},
         "uneven": ShardedTensor(
             "uneven", torch.arange(*uneven), torch.int64, (uneven[1] - uneven[0],), (5,), (uneven[0],)
         ),
         "bits": ShardedTensor.from_rank_offsets("bits", nan, (0, rank, 2)),
-        "half": ShardedTensor.from_rank_offsets("half", torch.ones(3).bfloat16(), replica_id=rank),
         "wide": ShardedTensor.from_rank_offsets(
             "wide", torch.tensor([complex(1, float("nan")), 2j], dtype=torch.complex128), replica_id=rank
         ),
         "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5), replica_id=rank),
-        "object": ShardedObject("object", {"rank": rank, "seen": [1, 2.0, "x"]}, (RANKS,), (rank,)),
         **COMMON,
     }
 
 
 def saved(directory: Path, backend: str | None = None) -> Path:
-    def save_rank(group: Group) -> None:
-        megackpt.save(state_of(group.rank), directory, backend, content_metadata=CONTENT, group=group)
-
-    SimulatedWorld(RANKS).run(save_rank)
+    SimulatedWorld(RANKS).run(saving(state_of, directory, backend, content_metadata=CONTENT))
     return directory
 
 
@@ -268,11 +261,7 @@ class Longer(NativeSaveStrategy):
 
 def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path, source: Path) -> None:
     store, target = open_store(source), MemoryStore()
-
-    def convert_rank(group: Group) -> None:
-        megackpt.convert(store, target, Longer(), group=group)
-
-    SimulatedWorld(RANKS).run(convert_rank)
+    SimulatedWorld(RANKS).run(lambda group: megackpt.convert(store, target, Longer(), group=group))
     lengths = [open_checkpoint(s).chunks(["object"]).table.nbytes for s in (store, target)]
     assert (lengths[1] - lengths[0]).tolist() == [1, 2]
 
@@ -331,11 +320,7 @@ def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) 
     ]
     megackpt.save({"w": parts}, tmp_path)
     target = MemoryStore()
-
-    def convert_rank(group: Group) -> None:
-        megackpt.convert(tmp_path, target, NativeSaveStrategy(), group=group)
-
-    SimulatedWorld(4).run(convert_rank)
+    SimulatedWorld(4).run(lambda g: megackpt.convert(tmp_path, target, NativeSaveStrategy(), group=g))
     contents = open_checkpoint(target)
     chunks: Any = contents.chunks(["w"])
     assert np.bincount(chunks.stored.file).tolist() == [16, 16, 16, 16]

@@ -29,6 +29,7 @@ from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import COMMON, CONTENT, FORMATS, LONG, NATIVE, RANKS, files_below, flip, saved
 from tests.support.command_line import CommandLine
+from tests.support.worlds import saving
 
 NUMBERS = torch.arange(48.0).reshape(6, 8)
 
@@ -218,17 +219,17 @@ ARRAYS = {
 def hashed(directory: Path, ranks: int = 1, options: SaveOptions = OPTIONS, **changes: torch.Tensor) -> Path:
     """Save all arrays, those of two dims cut by columns; and an object."""
 
-    def save_rank(group: Group) -> None:
-        state: dict[str, Any] = {"object": ShardedObject("object", {"n": 1}, (1,), (0,), group.rank)}
+    def state_of(rank: int) -> dict[str, Any]:
+        state: dict[str, Any] = {"object": ShardedObject("object", {"n": 1}, (1,), (0,), rank)}
         for key, array in {**ARRAYS, **changes}.items():
             if array.numel() > 1 and ranks > 1:
-                part = array.chunk(ranks, dim=1)[group.rank]
-                state[key] = ShardedTensor.from_rank_offsets(key, part, (1, group.rank, ranks))
+                part = array.chunk(ranks, dim=1)[rank]
+                state[key] = ShardedTensor.from_rank_offsets(key, part, (1, rank, ranks))
             else:
-                state[key] = ShardedTensor.from_rank_offsets(key, array, replica_id=group.rank)
-        megackpt.save(state, directory, options=options, group=group)
+                state[key] = ShardedTensor.from_rank_offsets(key, array, replica_id=rank)
+        return state
 
-    SimulatedWorld(ranks).run(save_rank)
+    SimulatedWorld(ranks).run(saving(state_of, directory, options=options))
     return directory
 
 

@@ -256,13 +256,3 @@ def test_a_shell_completes_the_names_of_commands(
     with contextlib.suppress(SystemExit):
         main([])
     assert {line.removeprefix("plain,") for line in capsys.readouterr().out.split()} == set(COMMANDS)
-
-
-def test_names_of_the_package_are_there_although_they_are_imported_later() -> None:
-    names: dict[str, object] = {}
-    exec("from megackpt import *", names)
-    assert set(megackpt.__all__) <= names.keys()
-    assert "Checkpointer" in dir(megackpt)
-    assert megackpt.errors.CheckpointError is megackpt.CheckpointError
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        megackpt.nothing  # noqa: B018

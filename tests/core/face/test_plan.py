@@ -159,11 +159,13 @@ def load_of(*, planned: list[int], needed: list[int], read: list[int], **group: 
 
 
 def test_every_save_describes_the_state_and_the_first_one_plans() -> None:
-    save = replace(save_of(4 * GB), describe_s=np.array([0.25]), rank_s=np.array([8.0]))
-    times = estimate(save, None, Cluster(write=2, stage=4))
+    planned = {"describe_s": np.array([0.25]), "rank_s": np.array([8.0])}
+    save = replace(save_of(4 * GB, 2 * GB), **planned)
+    times = estimate(save, None, Cluster(ranks_per_node=1, write=2, stage=4))
     assert times.later_save == 2.25
     assert times.async_stall == 1.25
     assert times.first_save == 2.25 + 1.5 + 8
+    assert (times.load_direct, times.load_exchange, times.interval) == (None, None, None)
 
 
 def test_the_slowest_node_or_the_storage_as_a_whole_counts() -> None:
@@ -173,13 +175,6 @@ def test_the_slowest_node_or_the_storage_as_a_whole_counts() -> None:
     assert slowest(nbytes, 2, 2.0, 100.0) == 4.0
     assert slowest(nbytes, 8, None, 4.0) == 4.0
     assert slowest(nbytes, 2, None, None) is None
-
-
-def test_a_save_takes_its_bytes_and_its_planning() -> None:
-    times = estimate(save_of(4 * GB, 2 * GB), None, Cluster(ranks_per_node=1, write=2.0))
-    assert times.later_save == pytest.approx(2.0)  # a later save is not planned
-    assert times.first_save == pytest.approx(2.0 + 1.5)
-    assert (times.load_direct, times.load_exchange, times.interval) == (None, None, None)
 
 
 def test_the_advice_is_about_later_saves_or_about_what_training_waits_for() -> None:

@@ -33,7 +33,7 @@ from tests.support.checkpoints import (
     saved,
 )
 from tests.support.command_line import CommandLine
-from tests.support.dcp_alone import ALONE
+from tests.support.dcp_alone import two_that_look_like_one_save
 from tests.support.effort import few
 
 
@@ -69,8 +69,9 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
     long = position_of(first, "long[0:200000]")
     flip(first, long[0])
     flip(first, long[0] + 2 * DIGEST_BLOCK_BYTES + 5)
-    block = position_of(second, "block[0:6, 4:8]")
+    block, thing = position_of(second, "block[0:6, 4:8]"), position_of(second, "object[1:2]")
     flip(second, block[1] - 1)
+    flip(second, thing[1] - 1)
     message = cli.json("verify", tmp_path)  # what is not read is not known
     assert (message["is_undamaged"], message["is_whole"]) == (True, None)
     message = cli.json("verify", tmp_path, "--deep", code=1)
@@ -80,8 +81,12 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
         (f"data/{first.name}", "long", "[0:200000]", long[0], long[0] + DIGEST_BLOCK_BYTES),
         (f"data/{first.name}", "long", "[0:200000]", last, last + DIGEST_BLOCK_BYTES),
         (f"data/{second.name}", "block", "[0:6, 4:8]", *block),
+        (f"data/{second.name}", "object", "[1:2]", *thing),
     ]
     assert all("digest differs" in d["what"] for d in message["damages"])
+    out = cli.out("verify", tmp_path, "--deep", code=1)
+    for text in ("block", "[0:6, 4:8]", f"{block[0]}:{block[1]}", "4 damages ("):
+        assert text in out
 
 
 def test_the_verdict_names_what_was_checked_and_nothing_more(tmp_path: Path, cli: CommandLine) -> None:
@@ -109,15 +114,6 @@ def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, cl
     file.write_bytes(data[:begin] + bytes(end - begin) + data[end:])
     message = cli.json("verify", tmp_path, "--deep", code=1)
     assert [(d["key"], d["start"], d["stop"]) for d in message["damages"]] == [("long", begin, end)]
-
-
-def test_a_damaged_object_is_named(tmp_path: Path, cli: CommandLine) -> None:
-    file = data_files(copy_of_saved(tmp_path))[1]
-    start, stop = position_of(file, "object[1:2]")
-    flip(file, stop - 1)
-    message = cli.json("verify", tmp_path, "--deep", code=1)
-    (damage,) = message["damages"]
-    assert (damage["key"], damage["box"], damage["start"], damage["stop"]) == ("object", "[1:2]", start, stop)
 
 
 @pytest.mark.parametrize("at", [0, 3, 20, 100, 300, 1000])
@@ -273,17 +269,6 @@ def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, cli: Command
     cli.json("verify", tmp_path, code=1)
 
 
-def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, cli: CommandLine) -> None:
-    file = data_files(copy_of_saved(tmp_path))[0]
-    begin, end = position_of(file, "block[0:6, 0:4]")
-    flip(file, begin)
-    out = cli.out("verify", tmp_path, "--deep", code=1)
-    assert "block" in out
-    assert "[0:6, 0:4]" in out
-    assert f"{begin}:{end}" in out
-    assert "1 damage (" in out
-
-
 def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
     for file in data_files(copy_of_saved(tmp_path)):
         flip(file, -1)
@@ -433,13 +418,8 @@ def test_a_copy_of_another_save_is_not_used(tmp_path: Path, cli: CommandLine) ->
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, cli: CommandLine) -> None:
     """Nothing in it says which save it is of: a copy could be of another step."""
-    for location, value in (("it", 1.0), ("other", 2.0)):
-        torch.distributed.checkpoint.save(
-            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / location, **ALONE
-        )
-    (tmp_path / "it/__0_0.distcp").unlink()
-    shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
-    message = cli.json("repair", tmp_path / "it", "--from", tmp_path / "other", code=1)
+    first, second = two_that_look_like_one_save(tmp_path)
+    message = cli.json("repair", first, "--from", second, code=1)
     assert (message["is_applied"], message["files"]) == (False, [])
 
 

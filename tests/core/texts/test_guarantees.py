@@ -9,15 +9,11 @@ from tests.support import guarantee_page
 from tests.support.guarantee_page import (
     ALL,
     GPU,
-    HOSTS,
     IN_CI,
     PAGE,
     PLAIN,
     ROOT,
-    SYSTEM,
-    FoundTest,
     GuaranteeError,
-    anchor_of,
     find_test,
     folded,
     level_of,
@@ -74,42 +70,3 @@ def test_a_name_that_no_function_has_or_several_have_is_an_error() -> None:
     assert find_test(f"test_law.py::{name}").path == "tests/core/engine/test_law.py"
     with pytest.raises(GuaranteeError, match="no file"):
         find_test(f"law.py::{name}")
-
-
-@pytest.mark.parametrize(
-    ("path", "name", "marks", "level"),
-    [
-        ("tests/core/engine/test_law.py", "test_x", (), PLAIN),
-        ("tests/training/optim/test_torch_state.py", "test_x", ("parametrize",), PLAIN),  # also in .ci/hosts
-        ("tests/core/engine/test_law.py", "test_x", ("with_all",), ALL),
-        ("tests/system/ranks/test_zarr.py", "test_x", (), SYSTEM),
-        ("tests/system/ranks/test_zarr.py", "test_x", ("with_all",), ALL),
-        ("tests/contrib/lightning/test_lightning.py", "test_x", (), HOSTS),
-        ("tests/contrib/ray/test_ray.py", "test_x", ("with_all",), ALL),  # .ci/hosts runs them without --all
-        ("tests/contrib/test_hosts.py", "test_x", ("with_all",), HOSTS),
-        ("tests/contrib/deepspeed/test_deepspeed_folders.py", "test_x", (), SYSTEM),
-        ("tests/contrib/deepspeed/test_deepspeed_folders.py", "test_that_deepspeed_makes_now", (), HOSTS),
-        ("tests/gpu/test_random_states.py", "test_x", (), GPU),
-        ("tests/training/models/test_gpt_model.py", "test_x", ("gpu",), GPU),
-    ],
-)
-def test_the_level_is_the_command_that_runs_a_test(
-    path: str, name: str, marks: tuple[str, ...], level: str
-) -> None:
-    assert level_of(FoundTest(path=path, name=name, marks=frozenset(marks))) == level
-
-
-def test_marks_of_functions_and_modules_are_found() -> None:
-    assert "with_all" in find_test("test_a_writer_in_trouble_at_any_collective_is_named_on_all_ranks").marks
-    assert "with_all" in find_test("test_a_killed_run_goes_on_as_if_nothing_had_happened").marks
-    assert "gpu" in find_test("test_a_tensor_may_change_as_soon_as_save_returns").marks
-    # Only one of its cases is left to --all.
-    assert (
-        "with_all" not in find_test("test_a_kill_at_any_moment_leaves_the_last_committed_step_loadable").marks
-    )
-
-
-def test_a_quote_is_linked_to_its_section() -> None:
-    text = "# Page\n\nAt the top.\n\n## `save`: what it does\n\n```sh\n## no heading\n```\n\nIt\nsaves.\n"
-    assert anchor_of(text, "At the top.") == ""
-    assert anchor_of(text, "It saves.") == "#save-what-it-does"
