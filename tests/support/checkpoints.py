@@ -104,6 +104,11 @@ def files_below(directory: Path, pattern: str) -> list[Path]:
     return sorted(path for path in directory.rglob(pattern) if path.is_file())
 
 
+def data_files(directory: Path) -> list[Path]:
+    """Return the data files of a native checkpoint, in the order of ranks."""
+    return sorted((directory / "data").iterdir())
+
+
 BUCKET = 20_000  # elements: several parameters in some buckets, one in others
 
 SIZES = ModelSizes(vocab_size=300, hidden_size=64, num_layers=3, num_heads=4, ffn_size=192, query_groups=2)

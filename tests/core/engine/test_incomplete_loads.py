@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import megackpt
 from megackpt import (
     FormatError,
-    IntegrityError,
     KeyRule,
     LoadOptions,
     Policy,
@@ -34,9 +33,7 @@ from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.read import read_chunk
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, CommonStateError, CoverageError, MismatchError, MissingKeyError
-from megackpt.formats.zarr.rounds import GridRules
-from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
-from megackpt.storage import LocalStore, MemoryStore, Store
+from megackpt.storage import MemoryStore, Store
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from megackpt.training.parallel import (
     ExpertStack,
@@ -229,38 +226,6 @@ def test_of_overlapping_chunks_the_last_is_loaded() -> None:
         # In the order of the index they begin at 0, 2 and 3.
         for loaded in SimulatedWorld(2).run(load_rank):
             assert loaded["w"].tolist() == [1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_chunk_that_is_missing_in_a_shard_of_zarr_is_no_fill_value(in_memory: bool, tmp_path: Path) -> None:
-    pytest.importorskip("tensorstore")
-    rules = GridRules(file_bytes=64, inner_bytes=16)
-    save({"w": sharded("w", torch.ones(16))}, tmp_path, ZarrV3SaveStrategy(rules))
-    (shard,) = (file for file in tmp_path.rglob("c/0"))
-    data = bytearray(shard.read_bytes())
-    assert len(data) == 4 * (16 + 4) + 4 * 16 + 4  # chunks with checksums, then their places
-    data[-68 + 16 : -68 + 32] = b"\xff" * 16  # the second has none
-    data[-4:] = crc32c(bytes(data[-68:-4])).to_bytes(4, "little")
-    shard.write_bytes(data)
-    store: Store = LocalStore(tmp_path)
-    if in_memory:
-        store = MemoryStore()
-        for file in tmp_path.rglob("*"):
-            if file.is_file():
-                store.write(str(file.relative_to(tmp_path)), file.read_bytes())
-    target = torch.full((16,), SENTINEL)
-    with pytest.raises((FormatError, IntegrityError)):
-        load({"w": tensor(((0, 16),), (16,), None, target)}, store)
-
-
-def crc32c(data: bytes) -> int:
-    """The checksum of an index of a shard, bit by bit."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value ^= byte
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-    return value ^ 0xFFFFFFFF
 
 
 COMPLETE = LoadOptions(complete=True)

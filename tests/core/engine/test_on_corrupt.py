@@ -37,7 +37,7 @@ from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.support.checkpoints import flip
+from tests.support.checkpoints import data_files, flip
 from tests.support.dcp_alone import two_that_look_like_one_save
 from tests.support.states import sharded
 from tests.support.worlds import loading, saving
@@ -80,10 +80,6 @@ def read(location: Any, options: LoadOptions = FALLBACK) -> LoadReport:
     assert torch.equal(loaded["small"], torch.ones(3))
     assert (loaded["o"], loaded["step"]) == ({"v": 1.0}, 7)
     return report
-
-
-def data_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("data/*"))
 
 
 def copy_of(directory: Path) -> Path:

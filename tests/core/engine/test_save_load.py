@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -155,13 +154,6 @@ def test_overwriting_replaces_the_checkpoint_and_leaves_no_old_files_but_strange
     assert [f for f in files if not f.startswith("data/")] == [
         "common", "index", "metadata.json", "tokenizer.model",
     ]  # fmt: skip
-
-
-def test_a_copied_checkpoint_loads_from_its_new_path(tmp_path: Path) -> None:
-    save({"w": sharded("w", torch.ones(2))}, tmp_path / "c")
-    shutil.copytree(tmp_path / "c", tmp_path / "d")
-    shutil.rmtree(tmp_path / "c")
-    assert load_plain_tensors(LocalStore(tmp_path / "d"))["w"].sum() == 2
 
 
 @pytest.mark.parametrize("saved_as", [("megackpt", 1), ("torch_dist", 1), ("zarr", 3)], ids=str)

@@ -226,30 +226,20 @@ def test_a_factory_needs_a_key_and_functions(change: dict[str, Any], message: st
 # --- values that are not stored, and lists that hold all kinds
 
 
-def test_a_list_of_common_sharded_and_local_elements_comes_back_as_that_list(tmp_path: Path) -> None:
-    def mixed(value: int, local: str) -> list[Any]:
-        w = filled(value, 2)
-        return [
-            value,
-            w,
-            LocalNonpersistentObject(local),
-            {"deep": [None, LocalNonpersistentObject(local)]},
-            [],
-        ]
+def test_a_list_of_common_sharded_and_local_elements_comes_back_as_it_was_and_integer_keys_too(
+    tmp_path: Path,
+) -> None:
+    def state(value: int, local: str) -> dict[str, Any]:
+        own = LocalNonpersistentObject(local)
+        mixed = [value, filled(value, 2), own, {"deep": [None, own]}, []]
+        return {"list": mixed, "params": {0: value, 1: filled(value, 2, key="params")}}
 
-    save({"list": mixed(1, "saver")}, tmp_path / "c")
-    first, w, local, deep, empty = load({"list": mixed(2, "loader")}, tmp_path / "c")["list"]
+    save(state(1, "saver"), tmp_path / "c")
+    loaded = load(state(2, "loader"), tmp_path / "c")
+    first, w, local, deep, empty = loaded["list"]
     assert (first, w.tolist(), local, deep, empty) == (1, [1, 1], "loader", {"deep": [None, "loader"]}, [])
-
-
-def test_a_dict_with_integer_keys_stays_a_dict(tmp_path: Path) -> None:
-    def state(value: int) -> dict[int, Any]:
-        return {0: value, 1: filled(value, 2)}
-
-    save({"params": state(1)}, tmp_path / "c")
-    loaded = load({"params": state(2)}, tmp_path / "c")["params"]
-    assert isinstance(loaded, dict)
-    assert (loaded[0], loaded[1].tolist()) == (1, [1, 1])
+    assert isinstance(loaded["params"], dict)
+    assert (loaded["params"][0], loaded["params"][1].tolist()) == (1, [1, 1])
 
 
 def test_an_object_stored_in_an_array_of_another_shape_is_an_error_or_kept(tmp_path: Path) -> None:

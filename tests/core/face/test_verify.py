@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     ZARR_1,
     contents,
     copy_of_saved,
+    data_files,
     files_below,
     flip,
     saved,
@@ -35,10 +36,6 @@ from tests.support.checkpoints import (
 from tests.support.command_line import CommandLine
 from tests.support.dcp_alone import two_that_look_like_one_save
 from tests.support.effort import few
-
-
-def data_files(directory: Path) -> list[Path]:
-    return files_below(directory / "data", "*.safetensors")
 
 
 def position_of(file: Path, tensor: str) -> tuple[int, int]:
@@ -454,30 +451,22 @@ def save(root: Path, step: int, *, parity: bool = False, format: str | None = No
     return checkpointer.directory(step)
 
 
-def data_file(step: Path) -> Path:
-    return next(iter(sorted((step / "data").iterdir())))
-
-
-def flip_last(path: Path) -> None:
-    flip(path, path.stat().st_size - 10)
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A step in each state."""
     save(tmp_path, 1)
-    flip_last(data_file(save(tmp_path, 2)))
-    flip_last(data_file(save(tmp_path, 3, parity=True)))
-    cut = data_file(save(tmp_path, 4))
+    flip(data_files(save(tmp_path, 2))[0], -10)
+    flip(data_files(save(tmp_path, 3, parity=True))[0], -10)
+    cut = data_files(save(tmp_path, 4))[0]
     cut.write_bytes(cut.read_bytes()[:-100])
-    data_file(save(tmp_path, 5)).unlink()
+    data_files(save(tmp_path, 5))[0].unlink()
     (index,) = save(tmp_path, 6).glob("index-*")
-    flip_last(index)
+    flip(index, -10)
     (common,) = save(tmp_path, 7).glob("common-*.json")
-    flip_last(common)
+    flip(common, -10)
     save(tmp_path, 8, format="torch_dist")
     flipped = save(tmp_path, 9, parity=True)
-    flip_last(data_file(flipped))
+    flip(data_files(flipped)[0], -10)
     for parity in (flipped / "parity").iterdir():
         parity.unlink()
     unknown = save(tmp_path, 10) / "metadata.json"
@@ -547,7 +536,7 @@ def test_gc_names_damaged_steps_that_it_keeps_and_the_newest_without_damage(
 ) -> None:
     steps = [save(tmp_path, step) for step in (1, 2, 3, 4)]
     for step in steps[2:]:
-        data_file(step).unlink()
+        data_files(step)[0].unlink()
     nbytes = sum(file.stat().st_size for file in steps[0].rglob("*") if file.is_file())
     out = cli.out("gc", tmp_path, "--keep-last", 2, "--dry-run")
     assert "newest without damage" in out

@@ -34,7 +34,7 @@ from megackpt.run.checkpointer.tiers import TierSet
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld
-from tests.support.checkpoints import flip
+from tests.support.checkpoints import data_files, flip
 from tests.support.effort import few
 
 DATA = 4096  # where data begins in a small data file
@@ -117,10 +117,6 @@ class Run:
 
     def kept(self, node: int, tier: str = "memory") -> list[str]:
         return sorted(path.name for path in self.node(node, tier).iterdir())
-
-
-def data_files(directory: Path) -> list[Path]:
-    return sorted((directory / "data").iterdir())
 
 
 def test_each_byte_is_on_replication_factor_nodes_and_old_steps_are_removed(

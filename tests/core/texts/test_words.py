@@ -196,6 +196,15 @@ def sentences_of(docstring: str) -> Iterator[str]:
             sentence.append(line.strip())
 
 
+def test_sentences_are_found_in_paragraphs_fields_and_lists() -> None:
+    docstring = (
+        "One. Two\ngoes on.\n\n    Args:\n        group: the ranks.\n* An item\n  of two lines\n| a | b |"
+    )
+    assert list(sentences_of(docstring)) == [
+        "One.", "Two goes on.", "Args:", "group:", "the ranks.", "* An item of two lines"
+    ]  # fmt: skip
+
+
 def docstrings_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield each docstring of a file with the line of what has it."""
     for node in nodes:
