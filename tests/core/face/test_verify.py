@@ -348,19 +348,22 @@ def test_nothing_is_changed_if_something_cannot_be_repaired(tmp_path: Path, cli:
     assert second.read_bytes() == whole[f"data/{second.name}"]
 
 
-def test_dry_run_shows_what_can_be_repaired_and_changes_nothing(tmp_path: Path, cli: CommandLine) -> None:
-    files_below(saved(tmp_path, parity=2), "data/*")[0].unlink()
-    before = contents(tmp_path)
+def test_a_dry_run_and_a_whole_checkpoint_change_nothing_and_a_repair_removes_what_a_killed_one_left(
+    tmp_path: Path, cli: CommandLine
+) -> None:
+    whole = contents(saved(tmp_path, parity=2))
+    assert "no damage found; nothing was changed" in cli.out("repair", tmp_path)
+    assert contents(tmp_path) == whole
+    first = files_below(tmp_path, "data/*")[0]
+    first.unlink()
+    (tmp_path / f"data/.{first.name}.0123456789abcdef.tmp").write_bytes(b"half")
+    damaged = contents(tmp_path)
     message = cli.json("repair", tmp_path, "--dry-run")
     assert (message["is_applied"], message["is_whole"]) == (False, True)
     assert len(message["files"]) == 1
-    assert contents(tmp_path) == before
-
-
-def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, cli: CommandLine) -> None:
-    before = contents(saved(tmp_path, parity=2))
-    assert "no damage found; nothing was changed" in cli.out("repair", tmp_path)
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == damaged
+    cli.json("repair", tmp_path)
+    assert contents(tmp_path) == whole
 
 
 @pytest.mark.parametrize("format", SAVED_FORMATS, ids=str)
@@ -418,15 +421,6 @@ def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path,
     first, second = two_that_look_like_one_save(tmp_path)
     message = cli.json("repair", first, "--from", second, code=1)
     assert (message["is_applied"], message["files"]) == (False, [])
-
-
-def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, cli: CommandLine) -> None:
-    before = contents(saved(tmp_path, parity=2))
-    first = files_below(tmp_path, "data/*")[0]
-    first.unlink()
-    (tmp_path / f"data/.{first.name}.0123456789abcdef.tmp").write_bytes(b"half")
-    cli.json("repair", tmp_path)
-    assert contents(tmp_path) == before
 
 
 def test_tables_show_what_was_repaired_and_what_is_left(tmp_path: Path, cli: CommandLine) -> None:
