@@ -334,58 +334,33 @@ KINDS = [DistributedOptimizer, MixedPrecisionOptimizer]
 SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
 
 
-class Lion(Optimizer):
-    """A user's optimizer: elementwise, with a count of its steps that is a plain int."""
+class PlainOptimizer(Optimizer):
+    """Moves each parameter with a gradient by what `update` returns, times the learning rate."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["steps"], state["momentum"] = 0, p.grad.clone()
-                state["steps"] += 1
-                p.sub_(group["lr"] * torch.sign(state["momentum"] * 0.9 + p.grad * 0.1))
-                state["momentum"].lerp_(p.grad, 1.0 / (1 + state["steps"]))
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.update(p, p.grad, self.state[p]))
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
 
 
-class Lamb(Optimizer):
-    """Scales by the norm of the whole parameter: not elementwise."""
+class Lion(PlainOptimizer):
+    """A user's optimizer: elementwise, with a count of its steps that is a plain int."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.sub_(self.param_groups[0]["lr"] * p.norm() * p.grad / p.grad.norm())
-
-
-class RowMoments(Optimizer):
-    """Keeps one number for each row."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["row"] = p.grad.new_zeros(p.shape[0], 2)
-
-
-class Named(Optimizer):
-    """Keeps a text."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["kind"] = "matrix"
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["steps"], state["momentum"] = 0, grad.clone()
+        state["steps"] += 1
+        update = torch.sign(state["momentum"] * 0.9 + grad * 0.1)
+        state["momentum"].lerp_(grad, 1.0 / (1 + state["steps"]))
+        return update
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -409,13 +384,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def make_small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
-    model.register_parameter("scale", Parameter(torch.tensor(1.5)))
-    return model.to(dtype)
-
-
 def backward(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     dtype = next(model.parameters()).dtype
@@ -434,18 +402,3 @@ def declare(model: nn.Module) -> ShardedStateDict:
     return {
         key: ShardedTensor.from_rank_offsets(key, p) for key, p in model.state_dict(keep_vars=True).items()
     }
-
-
-def move(model: nn.Module, source: MasterOptimizer, fresh: nn.Module, target: MasterOptimizer) -> None:
-    """Save model and optimizer, and load them into others."""
-    stored = [{"model": declare(model), "optimizer": source.sharded_state_dict(declare(model))}]
-    request = {"model": declare(fresh), "optimizer": target.sharded_state_dict(declare(fresh))}
-    scatter(request, gather(stored))
-    answer = loaded(request["optimizer"])
-    answer["param_groups"] = stored[0]["optimizer"]["param_groups"]
-    target.load_sharded_state_dict(answer)
-
-
-def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert torch.equal(p, q), name

@@ -153,24 +153,15 @@ CHECKPOINT_LAYOUTS = [
 ]
 
 
-class Expert(nn.Module):
-    """A column layer and a row layer."""
-
-    def __init__(self, groups: ParallelGroups) -> None:
-        super().__init__()
-        self.up = ColumnParallelLinear(HIDDEN, FFN, groups)
-        self.down = RowParallelLinear(FFN, HIDDEN, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(x)))
-        return out
+def expert(groups: ParallelGroups) -> nn.Module:
+    return nn.Sequential(ColumnParallelLinear(HIDDEN, FFN, groups), RowParallelLinear(FFN, HIDDEN, groups))
 
 
 def _build(layout: ParallelLayout, rank: int) -> tuple[MixtureOfExperts, DistributedOptimizer]:
     groups = ParallelGroups.offline(layout, rank)
     layer = MixtureOfExperts(
         Router(HIDDEN, EXPERTS, groups, RoutingOptions(bias_rate=0.1)),
-        ExpertStack(lambda index: Expert(groups.experts), EXPERTS, groups),
+        ExpertStack(lambda index: expert(groups.experts), EXPERTS, groups),
         groups,
     )
     optimizer = DistributedOptimizer(layer.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), groups)
@@ -197,8 +188,8 @@ def test_weights_biases_and_moments_are_the_same_at_every_layout(tmp_path: Path,
     save(state_of(layer, optimizer), tmp_path / "first")
     _pass_on(tmp_path / "first", tmp_path / "source", CHECKPOINT_LAYOUTS[index])
     expected = load_plain_tensors(tmp_path / "first")
-    assert expected["experts.up.weight"].shape == (EXPERTS, FFN, HIDDEN)
-    assert expected["optimizer.state.exp_avg.experts.up.weight"].std() > 0.5
+    assert expected["experts.0.weight"].shape == (EXPERTS, FFN, HIDDEN)
+    assert expected["optimizer.state.exp_avg.experts.0.weight"].std() > 0.5
     for step in (1, 2):  # to two other layouts, by turns
         target = CHECKPOINT_LAYOUTS[(index + step) % len(CHECKPOINT_LAYOUTS)]
         _pass_on(tmp_path / "source", tmp_path / f"{step}", target)

@@ -38,7 +38,7 @@ from megackpt.errors import DeclarationError, OptimizerError
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer, initialise_state
-from megackpt.training.optim.param_groups import CONFIGURED_OPTIONS, chosen_options
+from megackpt.training.optim.param_groups import chosen_options
 from megackpt.training.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from megackpt.training.state import ScheduleState, TrainingState
 from tests.support.optimizers import OPTIMIZERS as OPTIMIZERS_OF_TORCH
@@ -120,36 +120,29 @@ def test_the_rate_and_steps_are_state(choice: Any, caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_equal_configurations_are_no_difference_whatever_their_form() -> None:
-    stored = {"0": {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0, "step": 7}}
-    present = {
-        "0": {
-            "betas": (0.9, 0.99),
-            "eps": torch.tensor(1e-8, dtype=torch.float64),
-            "weight_decay": 0,
-            "step": 0,
-        }
-    }
-    assert chosen_options(stored, present, "error") == stored
+SCHEDULED = {"0": {"weight_decay": 0.07, "wd_mult": 1.0}, "1": {"betas": (0.95, 0.99), "max_momentum": 0.95}}
+EQUAL = {"betas": (0.9, 0.99), "eps": torch.tensor(1e-8, dtype=torch.float64), "weight_decay": 0, "step": 0}
 
 
-def test_what_a_schedule_sets_at_each_step_is_state() -> None:
-    stored = {"0": {"weight_decay": 0.07, "wd_mult": 1.0}, "1": {"betas": (0.95, 0.99), "max_momentum": 0.95}}
-    present = {"0": {"weight_decay": 0.1, "wd_mult": 1.0}, "1": {"betas": (0.85, 0.99), "max_momentum": 0.95}}
-    assert chosen_options(stored, present, "error") == stored
-    assert chosen_options(stored, present, "given") == stored
-
-
-@pytest.mark.parametrize("option", sorted(CONFIGURED_OPTIONS))
-@pytest.mark.parametrize("choice", ["error", "checkpoint", "given"])
-def test_the_table_of_options_and_choices(option: str, choice: Any) -> None:
-    stored, present = {"0": {option: 1.0, "other": 5}}, {"0": {option: 2.0, "other": 6}}
-    if choice == "error":
-        with pytest.raises(MismatchError, match=f"{option} 1.0 stored, 2.0 given"):
-            chosen_options(stored, present, choice)
-    else:
-        expected = 1.0 if choice == "checkpoint" else 2.0
-        assert chosen_options(stored, present, choice) == {"0": {option: expected, "other": 5}}
+@pytest.mark.parametrize(
+    ("stored", "present", "choices"),
+    [
+        (
+            {"0": {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0, "step": 7}},
+            {"0": EQUAL},
+            ("error",),
+        ),
+        (
+            SCHEDULED,
+            {"0": {**SCHEDULED["0"], "weight_decay": 0.1}, "1": {**SCHEDULED["1"], "betas": (0.85, 0.99)}},
+            ("error", "given"),
+        ),
+    ],
+    ids=["equal in another form", "set by a schedule at each step"],
+)
+def test_what_is_state_or_equal_is_no_difference(stored: Any, present: Any, choices: tuple[Any, ...]) -> None:
+    for choice in choices:
+        assert chosen_options(stored, present, choice) == stored
 
 
 def test_hosts_optimizers_have_the_same_choice() -> None:
@@ -338,7 +331,7 @@ def test_an_optimizer_without_such_a_step_is_an_error_and_nothing_changes() -> N
     assert not any(param.grad is not None for param in model.parameters())
 
 
-def moments(rank: int = 0) -> dict[str, Any]:
+def moments() -> dict[str, Any]:
     return {
         "optimizer": {
             "state": {

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from megackpt import (
     DeclarationError,
     LocalNonpersistentObject,
-    MismatchError,
     ShardedLayout,
     ShardedObject,
     ShardedTensor,
@@ -30,7 +29,6 @@ from megackpt import (
 )
 from megackpt.entities import ShardedStateDict, is_main_replica
 from megackpt.errors import OptimizerError
-from megackpt.testing.world import SimulatedWorld
 from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
@@ -46,6 +44,8 @@ from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from megackpt.training.parallel.attributes import mark
 from tests.support.optimizers import (
     SHAPES,
+    SINGLE_PROCESS,
+    PlainOptimizer,
     gather,
     loaded,
     make_model,
@@ -54,8 +54,6 @@ from tests.support.optimizers import (
     scatter,
     tensors_of,
 )
-
-SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
 
 
 def stacked(param: Tensor, *, tp_rank: int = 0, dp_rank: int = 0) -> ShardedTensor:
@@ -218,27 +216,10 @@ def test_states_of_a_factory_are_declared_as_of_states() -> None:
         assert (step.key, step.global_shape, step.global_offset) == ("optimizer.state.step.w", (4,), (1,))
 
 
-class PlainOptimizer(Optimizer):
-    """Calls `update` for each parameter with a gradient."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.update(p.grad, self.state[p]))
-
-    def update(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        raise NotImplementedError
-
-
 class Factors(PlainOptimizer):
     """A square factor for each dim of a matrix, as SOAP and Shampoo have; vectors have an empty list."""
 
-    def update(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         if not state:
             state["step"] = 0
             state["GG"] = [torch.eye(n) for n in grad.shape] if grad.ndim == 2 else [[]]
@@ -257,7 +238,7 @@ class Factors(PlainOptimizer):
 class Norms(PlainOptimizer):
     """One norm for each parameter, a plain number, as NovoGrad has."""
 
-    def update(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         if not state:
             state["exp_avg"], state["norm"] = torch.zeros_like(grad), float(grad.norm())
         state["norm"] = 0.9 * state["norm"] + 0.1 * float(grad.norm())
@@ -268,7 +249,7 @@ class Norms(PlainOptimizer):
 class Blocks(PlainOptimizer):
     """A momentum in codes of 8 bits with the largest value of each block of 256; small ones in float32."""
 
-    def update(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         if grad.numel() < 4096:
             small: Tensor = state.setdefault("state1", torch.zeros_like(grad))
             return small.mul_(0.9).add_(grad)
@@ -312,24 +293,29 @@ def declare(params: list[Parameter]) -> ShardedStateDict:
     return {f"p{i}": ShardedTensor.from_rank_offsets(f"p{i}", p) for i, p in enumerate(params)}
 
 
+def assert_run_goes_on(source: Any, target: Any, factory: Any, path: Path, *, saved_after: int) -> None:
+    """Compare a run that is saved and loaded with one that is not interrupted, bit for bit."""
+    params, fresh = make_matrices(0), make_matrices(1)
+    optimizer = source(params, factory, SINGLE_PROCESS)
+    train(params, optimizer, range(saved_after))
+    save({"model": declare(params), "optimizer": optimizer.sharded_state_dict(declare(params))}, path)
+
+    resumed = target(fresh, factory, SINGLE_PROCESS)
+    request = {"model": declare(fresh), "optimizer": resumed.sharded_state_dict(declare(fresh))}
+    resumed.load_sharded_state_dict(load(request, path)["optimizer"])
+    train(params, optimizer, range(saved_after, saved_after + 3))
+    train(fresh, resumed, range(saved_after, saved_after + 3))
+    for p, q in zip(params, fresh, strict=True):
+        assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("saved_after", [0, 2])
 @pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("source", "target"), [WHOLE, WHOLE[::-1]])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     source: Any, target: Any, factory: Any, saved_after: int, tmp_path: Path
 ) -> None:
-    params, fresh = make_matrices(0), make_matrices(1)
-    optimizer = source(params, factory, SINGLE_PROCESS)
-    train(params, optimizer, range(saved_after))
-    save({"model": declare(params), "optimizer": optimizer.sharded_state_dict(declare(params))}, tmp_path)
-
-    resumed = target(fresh, factory, SINGLE_PROCESS)
-    request = {"model": declare(fresh), "optimizer": resumed.sharded_state_dict(declare(fresh))}
-    resumed.load_sharded_state_dict(load(request, tmp_path)["optimizer"])
-    train(params, optimizer, range(saved_after, saved_after + 3))
-    train(fresh, resumed, range(saved_after, saved_after + 3))
-    for p, q in zip(params, fresh, strict=True):
-        assert torch.equal(p, q)
+    assert_run_goes_on(source, target, factory, tmp_path, saved_after=saved_after)
 
 
 def test_the_state_is_stored_in_arrays_of_the_state_s_own_shape() -> None:
@@ -423,14 +409,3 @@ def matrices_only(groups: Any) -> Optimizer:
     if any(p.ndim != 2 for group in groups for p in group["params"]):
         raise ValueError("It supports matrices only.")
     return torch.optim.SGD(groups, lr=0.1)
-
-
-def test_another_tp_is_an_error_that_names_the_arrays(tmp_path: Path) -> None:
-    def save_rank(rank: Any) -> None:
-        params, optimizer = a_rank(ParallelLayout(tp=2), rank.rank, MixedPrecisionOptimizer)
-        save({"optimizer": optimizer.sharded_state_dict(model_state(params))}, tmp_path, group=rank)
-
-    SimulatedWorld(2).run(save_rank)
-    params, optimizer = a_rank(ParallelLayout(), 0, MixedPrecisionOptimizer)
-    with pytest.raises(MismatchError, match=r"optimizer\.state\.GG"):
-        load({"optimizer": optimizer.sharded_state_dict(model_state(params))}, tmp_path)

@@ -43,12 +43,13 @@ from megackpt.training.optim.sharded_state import cuts_of_entity
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from megackpt.training.parallel.groups import Axis
 from tests.support.optimizers import SHAPES as MODEL_SHAPES
-from tests.support.optimizers import gather, make_model, random_arrays
+from tests.support.optimizers import SINGLE_PROCESS, gather, make_model, random_arrays
 from tests.training.optim.test_optim_sharded_state import (
     Blocks,
     Factors,
     Norms,
     adafactor,
+    assert_run_goes_on,
     declare,
     make_matrices,
     train,
@@ -102,16 +103,8 @@ def test_state_of_any_shape_goes_on_after_a_load(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", IN_WRAPPER)
 def test_real_packages_go_on_inside_of_our_wrapper(name: str, tmp_path: Path) -> None:
-    groups = ParallelGroups.offline(ParallelLayout(), 0)
-    params, fresh = make_matrices(0), make_matrices(1)
-    optimizer, resumed = (MixedPrecisionOptimizer(p, OPTIMIZERS[name], groups) for p in (params, fresh))
-    train(params, optimizer, range(3))
-    save({"model": declare(params), "optimizer": optimizer.sharded_state_dict(declare(params))}, tmp_path)
-    request = {"model": declare(fresh), "optimizer": resumed.sharded_state_dict(declare(fresh))}
-    resumed.load_sharded_state_dict(load(request, tmp_path)["optimizer"])
-    train(params, optimizer, range(3, 6))
-    train(fresh, resumed, range(3, 6))
-    assert all(torch.equal(p, q) for p, q in zip(params, fresh, strict=True))
+    kind = MixedPrecisionOptimizer
+    assert_run_goes_on(kind, kind, OPTIMIZERS[name], tmp_path, saved_after=3)
 
 
 def slice_of(rank: int, size: int, value: Any) -> ShardedStateDict:
@@ -224,27 +217,18 @@ def test_counters_in_groups_and_tensors_of_groups_do_not_change() -> None:
     assert float(rate) == 1
 
 
-ALONE = ParallelGroups.offline(ParallelLayout(), 0)
-Sets = Sequence[
-    tuple[str, str]
-]  # of each group: names of its parameters, one letter each; its own name or ""
-
-
-class FourParams(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in "abcd":
-            self.register_parameter(name, Parameter(torch.ones(3)))
+# Of each group: names of its parameters, one letter each; its own name or "".
+Sets = Sequence[tuple[str, str]]
 
 
 def build(sets: Sets, *, lr: Sequence[float] = ()) -> tuple[DistributedOptimizer, ShardedStateDict]:
-    model = FourParams()
+    model = nn.ParameterDict({name: torch.ones(3) for name in "abcd"})
     groups: list[dict[str, Any]] = []
     for members, name in sets:
         # All groups have equal options, so that these tell nothing.
-        group = {"params": [getattr(model, m) for m in members], "lr": 0.5}
+        group = {"params": [model[m] for m in members], "lr": 0.5}
         groups.append(group | ({"name": name} if name else {}))
-    optimizer = DistributedOptimizer(groups, lambda g: torch.optim.AdamW(g, lr=1.0), ALONE)
+    optimizer = DistributedOptimizer(groups, lambda g: torch.optim.AdamW(g, lr=1.0), SINGLE_PROCESS)
     for group, value in zip(optimizer.param_groups, lr, strict=False):
         group["lr"] = value
     declared = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in model.named_parameters()}
