@@ -200,10 +200,10 @@ def lines_without_docstring(node: ast.FunctionDef) -> int:
     return lines - ((first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0)
 
 
-def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
-    """Yield every class of the package, with its file."""
-    for path, tree in TREES.items():
-        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+def classes() -> Iterator[ast.ClassDef]:
+    """Yield every class of the package."""
+    for tree in TREES.values():
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
 def find_function(module: str, qualified: str) -> ast.FunctionDef:
@@ -257,18 +257,7 @@ def main() -> None:
     print(f"functions that a plain save and a plain load run: {' and '.join(functions_of)}")
     print(f"records of a plain save: {records}")
     print(f"package without testing: {sum(code for code, _ in sizes.values())} SLOC in {len(FILES)} files")
-    probed = [
-        c.name for _, c in classes() if any("runtime_checkable" in ast.unparse(d) for d in c.decorator_list)
-    ]
-    group_types = [
-        c.name
-        for path, c in classes()
-        if path.parent.name == "comm"
-        and {"ABC", "Protocol"} & {ast.unparse(b) for b in c.bases}
-        and "Group" in c.name
-    ]
-    print(f"protocols probed at run time: {len(probed)}; group protocols: {len(group_types)}")
-    no_nouns = sorted(c.name for _, c in classes() if NO_NOUN.fullmatch(c.name) and c.name not in NOUNS)
+    no_nouns = sorted(c.name for c in classes() if NO_NOUN.fullmatch(c.name) and c.name not in NOUNS)
     print(f"classes named by no noun: {len(no_nouns)} of {sum(1 for _ in classes())} {' '.join(no_nouns)}")
     lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions())
     undocumented = sorted(lines_without_docstring(node) for node in functions())

@@ -146,15 +146,6 @@ Fault: TypeAlias = Callable[[World], ExpectedError]
 """Spoils a valid world, and returns the error that a save has to raise."""
 
 
-class FaultRegistry(dict[str, Fault]):
-    """Faults by the names of their functions."""
-
-    def add(self, fault: Fault) -> Fault:
-        """Register a fault; a decorator."""
-        self[fault.__name__] = fault
-        return fault
-
-
 def not_covered(*message: str) -> ExpectedError:
     return ExpectedError(CoverageError, message)
 
@@ -163,131 +154,276 @@ def differs(*message: str) -> ExpectedError:
     return ExpectedError(MismatchError, message)
 
 
-FAULTS = FaultRegistry()
+def element_of_flat(w: World, block: int, position: int) -> str:
+    row, col = divmod(position, w.cols)
+    return f"'flat': elements [{block * w.rows + row}:{block * w.rows + row + 1}, {col}:{col + 1}]"
 
 
-# --- whole ranks and keys
+class Faults:
+    """Functions that spoil a valid world, each in its own way; they return the error of the save."""
 
+    # --- whole ranks and keys
 
-@FAULTS.add
-def a_rank_declares_nothing(w: World) -> ExpectedError:
-    rank = rank_of(1, int(w.rng.integers(0, TP)), 0)
-    key = f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank"
-    w.entities[rank] = {}
-    return not_covered(
-        "'regular': elements [", "'uneven': elements [", f"ranks {rank + 1} declare replicas", key
-    )
+    def a_rank_declares_nothing(w: World) -> ExpectedError:
+        rank = rank_of(1, int(w.rng.integers(0, TP)), 0)
+        key = f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank"
+        w.entities[rank] = {}
+        return not_covered(
+            "'regular': elements [", "'uneven': elements [", f"ranks {rank + 1} declare replicas", key
+        )
 
+    def a_key_is_misspelt_on_one_rank(w: World) -> ExpectedError:
+        rank = w.any_main("uneven")
+        w.entities[rank]["uneven"] = replace(w.tensor(rank, "uneven"), key="unevn")
+        return not_covered(
+            "'unevn': elements [", f"ranks {rank} declare other chunks", f"ranks {rank + 1} declare replicas"
+        )
 
-@FAULTS.add
-def a_key_is_misspelt_on_one_rank(w: World) -> ExpectedError:
-    rank = w.any_main("uneven")
-    w.entities[rank]["uneven"] = replace(w.tensor(rank, "uneven"), key="unevn")
-    return not_covered(
-        "'unevn': elements [", f"ranks {rank} declare other chunks", f"ranks {rank + 1} declare replicas"
-    )
+    def a_rank_gives_another_global_shape(w: World) -> ExpectedError:
+        rank = w.any_main("uneven")
+        shape = (w.edges[-1] + 1, w.cols)
+        others = ", ".join(str(r) for r in range(RANKS) if r != rank)
+        w.spoil(rank, "uneven", global_shape=shape)
+        return differs("'uneven': ", f"float32 {shape} on ranks {rank}", f"on ranks {others}")
 
+    def a_rank_gives_another_number_of_axes(w: World) -> ExpectedError:
+        rank = int(w.rng.integers(0, PP * TP))
+        w.spoil(rank, "norm", global_shape=(w.cols, 1), global_offset=(0, 0), local_shape=(w.cols, 1),
+                axis_fragmentations=None)  # fmt: skip
+        return differs(f"float32 ({w.cols}, 1) on ranks {rank}", f"float32 ({w.cols},) on ranks")
 
-@FAULTS.add
-def a_rank_gives_another_global_shape(w: World) -> ExpectedError:
-    rank = w.any_main("uneven")
-    shape = (w.edges[-1] + 1, w.cols)
-    others = ", ".join(str(r) for r in range(RANKS) if r != rank)
-    w.spoil(rank, "uneven", global_shape=shape)
-    return differs("'uneven': ", f"float32 {shape} on ranks {rank}", f"on ranks {others}")
+    def a_rank_thinks_that_there_are_more_fragments(w: World) -> ExpectedError:
+        rank = int(w.rng.integers(0, RANKS))
+        data = torch.zeros(w.rows, w.cols)
+        w.entities[rank]["tied"] = ShardedTensor.from_rank_offsets("tied", data, (0, 0, TP + 1))
+        return differs("'tied': ", f"float32 ({w.rows * (TP + 1)}, {w.cols}) on ranks {rank}")
 
+    def a_rank_gives_another_dtype(w: World) -> ExpectedError:
+        rank = w.any_main("flat")
+        w.spoil(rank, "flat", dtype=torch.bfloat16)
+        return differs("'flat': ", f"bfloat16 ({w.rows * PP * TP}, {w.cols}) on ranks {rank}")
 
-@FAULTS.add
-def a_rank_gives_another_number_of_axes(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, PP * TP))
-    w.spoil(rank, "norm", global_shape=(w.cols, 1), global_offset=(0, 0), local_shape=(w.cols, 1),
-            axis_fragmentations=None)  # fmt: skip
-    return differs(f"float32 ({w.cols}, 1) on ranks {rank}", f"float32 ({w.cols},) on ranks")
+    def one_key_is_a_tensor_here_and_an_object_there(w: World) -> ExpectedError:
+        rank = int(w.rng.integers(0, PP * TP))
+        w.entities[rank]["norm"] = ShardedObject("norm", 1, (w.cols,), (0,))
+        return differs("'norm': ", f"object ({w.cols},) on ranks {rank}")
 
+    # --- objects
 
-@FAULTS.add
-def a_rank_thinks_that_there_are_more_fragments(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, RANKS))
-    data = torch.zeros(w.rows, w.cols)
-    w.entities[rank]["tied"] = ShardedTensor.from_rank_offsets("tied", data, (0, 0, TP + 1))
-    return differs("'tied': ", f"float32 ({w.rows * (TP + 1)}, {w.cols}) on ranks {rank}")
+    def an_object_is_missing(w: World) -> ExpectedError:
+        rank = int(w.rng.integers(0, RANKS))
+        del w.entities[rank]["rng"]
+        return not_covered(f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank", "declare other chunks")
 
+    def an_object_is_given_twice(w: World) -> ExpectedError:
+        here, there = sorted(w.rng.choice(RANKS, 2, replace=False).tolist())
+        w.entities[there]["rng"] = ShardedObject("rng", 0, (RANKS,), (here,))
+        both = f"(ranks {here}, {there})"
+        return not_covered(
+            f"object 'rng/shard_{here}_{RANKS}' is saved by more than one main replica {both}",
+            f"object 'rng/shard_{there}_{RANKS}' is saved by no rank",
+        )
 
-@FAULTS.add
-def a_rank_gives_another_dtype(w: World) -> ExpectedError:
-    rank = w.any_main("flat")
-    w.spoil(rank, "flat", dtype=torch.bfloat16)
-    return differs("'flat': ", f"bfloat16 ({w.rows * PP * TP}, {w.cols}) on ranks {rank}")
+    def an_object_has_two_main_replicas(w: World) -> ExpectedError:
+        rank = w.any_main("grid")
+        w.entities[rank + 1]["grid"] = replace(w.entities[rank + 1]["grid"], replica_id=0)
+        pp, tp = divmod(rank // DP, TP)
+        name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
+        return not_covered(f"{name} is saved by more than one main replica (ranks {rank}, {rank + 1})")
 
+    def an_object_has_no_main_replica(w: World) -> ExpectedError:
+        rank = w.any_main("grid")
+        w.entities[rank]["grid"] = replace(w.entities[rank]["grid"], replica_id=(0, 1, 0))
+        pp, tp = divmod(rank // DP, TP)
+        name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
+        return not_covered(f"{name} is saved by no rank; ranks {rank}, {rank + 1} declare replicas")
 
-@FAULTS.add
-def one_key_is_a_tensor_here_and_an_object_there(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, PP * TP))
-    w.entities[rank]["norm"] = ShardedObject("norm", 1, (w.cols,), (0,))
-    return differs("'norm': ", f"object ({w.cols},) on ranks {rank}")
+    def an_array_of_objects_has_another_shape_on_one_rank(w: World) -> ExpectedError:
+        rank = int(w.rng.integers(0, RANKS))
+        w.entities[rank]["rng"] = ShardedObject("rng", 0, (RANKS + 1,), (rank,))
+        return differs("'rng': ", f"object ({RANKS + 1},) on ranks {rank}")
 
+    # --- a declaration that contradicts itself, made inside the save
 
-# --- objects
+    def a_box_lies_outside_of_its_array(w: World) -> ExpectedError:
+        tensor = w.tensor(0, "uneven")
+        w.entities[0]["uneven"] = ShardedTensorFactory(
+            "uneven",
+            torch.zeros(1),
+            lambda *_: [replace(tensor, global_offset=(w.edges[-1] - 1, 0))],
+            lambda parts: parts[0],
+        )
+        return ExpectedError(DeclarationError, ("'uneven'", "ank 0"))
 
+    # --- common state
 
-@FAULTS.add
-def an_object_is_missing(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, RANKS))
-    del w.entities[rank]["rng"]
-    return not_covered(f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank", "declare other chunks")
+    def common_values_differ_on_the_first_rank(w: World) -> ExpectedError:
+        w.common[0]["lr"] = 0.25
+        return differs("'args.lr' on rank(s) 1, 2, 3, 4, 5, 6, 7\n")
 
+    def a_common_value_is_missing(w: World) -> ExpectedError:
+        rank = int(w.rng.integers(1, RANKS))
+        del w.common[rank]["none"]
+        return differs(f"'args.none' on rank(s) {rank} (missing there)")
 
-@FAULTS.add
-def an_object_is_given_twice(w: World) -> ExpectedError:
-    here, there = sorted(w.rng.choice(RANKS, 2, replace=False).tolist())
-    w.entities[there]["rng"] = ShardedObject("rng", 0, (RANKS,), (here,))
-    return not_covered(
-        f"object 'rng/shard_{here}_{RANKS}' is saved by more than one main replica (ranks {here}, {there})",
-        f"object 'rng/shard_{there}_{RANKS}' is saved by no rank",
-    )
+    def a_common_zero_is_negative(w: World) -> ExpectedError:
+        for rank in range(RANKS):
+            w.common[rank]["lr"] = -0.0 if rank == 5 else 0.0
+        return differs("'args.lr' on rank(s) 5\n")
 
+    # --- boxes
 
-@FAULTS.add
-def an_object_has_two_main_replicas(w: World) -> ExpectedError:
-    rank = w.any_main("grid")
-    w.entities[rank + 1]["grid"] = replace(w.entities[rank + 1]["grid"], replica_id=0)
-    pp, tp = divmod(rank // DP, TP)
-    name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
-    return not_covered(f"{name} is saved by more than one main replica (ranks {rank}, {rank + 1})")
+    def a_box_begins_one_row_early(w: World) -> ExpectedError:
+        block = int(w.rng.integers(1, PP * TP))
+        rank, at = block * DP, w.edges[block]
+        shape = (w.edges[block + 1] - at + 1, w.cols)
+        w.spoil(rank, "uneven", global_offset=(at - 1, 0), local_shape=shape)
+        both = f"(ranks {rank - DP}, {rank})"
+        return not_covered(f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by more than one", both)
 
+    def a_box_ends_one_row_early(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        rank, at = block * DP, w.edges[block + 1]
+        w.spoil(rank, "uneven", local_shape=(at - w.edges[block] - 1, w.cols))
+        return not_covered(
+            f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by no rank",
+            f"ranks {rank + 1} declare replicas, but no rank has the main one",
+        )
 
-@FAULTS.add
-def an_object_has_no_main_replica(w: World) -> ExpectedError:
-    rank = w.any_main("grid")
-    w.entities[rank]["grid"] = replace(w.entities[rank]["grid"], replica_id=(0, 1, 0))
-    pp, tp = divmod(rank // DP, TP)
-    name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
-    return not_covered(f"{name} is saved by no rank; ranks {rank}, {rank + 1} declare replicas")
+    def a_box_lacks_its_last_column(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        low, high = w.edges[block : block + 2]
+        w.spoil(block * DP, "uneven", local_shape=(high - low, w.cols - 1))
+        return not_covered(f"'uneven': elements [{low}:{high}, {w.cols - 1}:{w.cols}] are saved by no rank")
 
+    def a_box_is_declared_by_nobody(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        for dp in range(DP):
+            del w.entities[block * DP + dp]["uneven"]
+        others = ", ".join(str(r) for r in range(RANKS) if r // DP != block)
+        low, high = w.edges[block : block + 2]
+        return not_covered(
+            f"'uneven': elements [{low}:{high}, 0:{w.cols}] are saved by no rank (global shape "
+            f"({w.edges[-1]}, {w.cols})); ",
+            f"ranks {others} declare other chunks",
+        )
 
-@FAULTS.add
-def an_array_of_objects_has_another_shape_on_one_rank(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, RANKS))
-    w.entities[rank]["rng"] = ShardedObject("rng", 0, (RANKS + 1,), (rank,))
-    return differs("'rng': ", f"object ({RANKS + 1},) on ranks {rank}")
+    def a_box_has_no_main_replica(w: World) -> ExpectedError:
+        rank = w.any_main("regular")
+        w.spoil(rank, "regular", replica_id=(0, 0, 5))
+        return not_covered(
+            "'regular': elements [", "are saved by no rank", f"ranks {rank}, {rank + 1} declare replicas"
+        )
 
+    def a_box_has_two_main_replicas(w: World) -> ExpectedError:
+        rank = w.any_main("regular")
+        w.spoil(rank + 1, "regular", replica_id=0)
+        return not_covered("'regular': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
 
-# --- a declaration that contradicts itself, made inside the save
+    def every_replica_is_a_main_one(w: World) -> ExpectedError:
+        for rank in range(PP * TP):
+            w.spoil(rank, "norm", replica_id=(0, 0, 0))
+        return not_covered(
+            f"'norm': elements [0:{w.cols}] are saved by more than one main replica (ranks 0, 1, 2, 3)"
+        )
 
+    def the_tied_copy_is_a_main_replica_too(w: World) -> ExpectedError:
+        tp = int(w.rng.integers(0, TP))
+        first, last = rank_of(0, tp, 0), rank_of(1, tp, 0)
+        w.spoil(last, "tied", replica_id=(0, 0, 0))
+        return not_covered("'tied': elements [", f"more than one main replica (ranks {first}, {last})")
 
-@FAULTS.add
-def a_box_lies_outside_of_its_array(w: World) -> ExpectedError:
-    tensor = w.tensor(0, "uneven")
-    w.entities[0]["uneven"] = ShardedTensorFactory(
-        "uneven",
-        torch.zeros(1),
-        lambda *_: [replace(tensor, global_offset=(w.edges[-1] - 1, 0))],
-        lambda parts: parts[0],
-    )
-    return ExpectedError(DeclarationError, ("'uneven'", "ank 0"))
+    def a_rank_declares_a_box_twice(w: World) -> ExpectedError:
+        rank = w.any_main("regular")
+        w.entities[rank]["again"] = replace(w.tensor(rank, "regular"))
+        return not_covered("'regular': elements [", f"more than one main replica (all of rank {rank})")
 
+    def a_box_has_the_position_of_another(w: World) -> ExpectedError:
+        tp = int(w.rng.integers(0, TP))
+        here, there = rank_of(0, tp, 0), rank_of(0, 1 - tp, 0)
+        w.spoil(there, "regular", global_offset=w.tensor(here, "regular").global_offset)
+        low, high = (1 - tp) * w.rows, (2 - tp) * w.rows
+        return not_covered(
+            f"more than one main replica (ranks {min(here, there)}, {max(here, there)})",
+            f"'regular': elements [0:1, {low}:{high}, 0:{w.cols}] are saved by no rank",
+        )
 
-# --- common state
+    def a_prepended_offset_is_wrong(w: World) -> ExpectedError:
+        tp = int(w.rng.integers(0, TP))
+        here, there = rank_of(0, tp, 0), rank_of(1, tp, 0)
+        w.spoil(there, "regular", global_offset=(0, tp * w.rows, 0))
+        rest, both = f"{tp * w.rows}:{(tp + 1) * w.rows}, 0:{w.cols}]", f"(ranks {here}, {there})"
+        return not_covered(
+            f"'regular': elements [0:1, {rest} are saved by more than one main replica {both}",
+            f"'regular': elements [1:2, {rest} are saved by no rank",
+        )
+
+    def the_middle_of_a_pinwheel_is_missing(w: World) -> ExpectedError:
+        del w.entities[4]["pinwheel"]
+        return not_covered(
+            "'pinwheel': elements [2:3, 2:3] are saved by no rank", "ranks 0, 1, 2, 3 declare other chunks"
+        )
+
+    def a_wing_of_a_pinwheel_is_a_row_too_long(w: World) -> ExpectedError:
+        w.spoil(0, "pinwheel", local_shape=(3, 3))
+        return not_covered("'pinwheel': elements [2:3, 0:3] are saved by more than one", "(ranks 0, 3, 4)")
+
+    def a_box_of_as_many_elements_lies_crosswise(w: World) -> ExpectedError:
+        w.spoil(0, "pinwheel", local_shape=(3, 2))  # 6 elements as before: the volumes still add up
+        return not_covered(
+            "'pinwheel': elements [0:2, 2:3] are saved by no rank",
+            "'pinwheel': elements [2:3, 0:2] are saved by more than one main replica (ranks 0, 3)",
+        )
+
+    # --- flat ranges
+
+    def flat_ranges_leave_a_gap(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        w.spoil(block * DP, "flat", flattened_range=slice(0, w.cut[block] - 1))
+        return not_covered(f"{element_of_flat(w, block, w.cut[block] - 1)} are saved by no rank")
+
+    def flat_ranges_overlap(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        rank = block * DP
+        w.spoil(rank + 1, "flat", flattened_range=slice(w.cut[block] - 1, w.rows * w.cols))
+        element = element_of_flat(w, block, w.cut[block] - 1)
+        return not_covered(f"{element} are saved by more than one main replica (ranks {rank}, {rank + 1})")
+
+    def a_flat_range_is_shifted(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        rank, cut = block * DP, w.cut[block]
+        w.spoil(rank, "flat", flattened_range=slice(1, cut + 1))
+        twice = f"{element_of_flat(w, block, cut)} are saved by more than one main replica"
+        return not_covered(
+            f"{element_of_flat(w, block, 0)} are saved by no rank", f"{twice} (ranks {rank}, {rank + 1})"
+        )
+
+    def the_last_flat_range_is_short(w: World) -> ExpectedError:
+        block, numel = int(w.rng.integers(0, PP * TP)), w.rows * w.cols
+        if w.cut[block] == numel - 1:
+            w.spoil(block * DP + 1, "flat", flattened_range=slice(numel, numel))
+        else:
+            w.spoil(block * DP + 1, "flat", flattened_range=slice(w.cut[block], numel - 1))
+        return not_covered(f"{element_of_flat(w, block, numel - 1)} are saved by no rank")
+
+    def a_flat_range_is_empty(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        w.spoil(block * DP, "flat", flattened_range=slice(0, 0))
+        return not_covered("'flat': elements [", "are saved by no rank")
+
+    def a_rank_declares_the_block_instead_of_its_range(w: World) -> ExpectedError:
+        block = int(w.rng.integers(0, PP * TP))
+        rank = block * DP
+        w.spoil(rank, "flat", flattened_range=None)
+        return not_covered("'flat': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
+
+    def flat_ranges_belong_to_the_wrong_block(w: World) -> ExpectedError:
+        low, high = w.tensor(0, "flat").global_offset, w.tensor(6, "flat").global_offset
+        w.spoil(0, "flat", global_offset=high)
+        assert low != high
+        return not_covered(
+            "'flat': elements [0:", "are saved by no rank", "more than one main replica (ranks 0, 6"
+        )
 
 
 COMMON: dict[str, tuple[str, object, tuple[str, ...]]] = {
@@ -310,232 +446,10 @@ def changed(w: World, *, entry: str, value: object, messages: tuple[str, ...]) -
     return differs(*(message.format(rank) for message in messages))
 
 
-FAULTS.update(
-    {
+FAULTS: dict[str, Fault] = {
+    **{name: fault for name, fault in vars(Faults).items() if not name.startswith("_")},
+    **{
         name: partial(changed, entry=entry, value=value, messages=messages)
         for name, (entry, value, messages) in COMMON.items()
-    }
-)
-
-
-@FAULTS.add
-def common_values_differ_on_the_first_rank(w: World) -> ExpectedError:
-    w.common[0]["lr"] = 0.25
-    return differs("'args.lr' on rank(s) 1, 2, 3, 4, 5, 6, 7\n")
-
-
-@FAULTS.add
-def a_common_value_is_missing(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(1, RANKS))
-    del w.common[rank]["none"]
-    return differs(f"'args.none' on rank(s) {rank} (missing there)")
-
-
-@FAULTS.add
-def a_common_zero_is_negative(w: World) -> ExpectedError:
-    for rank in range(RANKS):
-        w.common[rank]["lr"] = -0.0 if rank == 5 else 0.0
-    return differs("'args.lr' on rank(s) 5\n")
-
-
-# --- boxes
-
-
-@FAULTS.add
-def a_box_begins_one_row_early(w: World) -> ExpectedError:
-    block = int(w.rng.integers(1, PP * TP))
-    rank, at = block * DP, w.edges[block]
-    shape = (w.edges[block + 1] - at + 1, w.cols)
-    w.spoil(rank, "uneven", global_offset=(at - 1, 0), local_shape=shape)
-    both = f"(ranks {rank - DP}, {rank})"
-    return not_covered(f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by more than one", both)
-
-
-@FAULTS.add
-def a_box_ends_one_row_early(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank, at = block * DP, w.edges[block + 1]
-    w.spoil(rank, "uneven", local_shape=(at - w.edges[block] - 1, w.cols))
-    return not_covered(
-        f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by no rank",
-        f"ranks {rank + 1} declare replicas, but no rank has the main one",
-    )
-
-
-@FAULTS.add
-def a_box_lacks_its_last_column(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    low, high = w.edges[block : block + 2]
-    w.spoil(block * DP, "uneven", local_shape=(high - low, w.cols - 1))
-    return not_covered(f"'uneven': elements [{low}:{high}, {w.cols - 1}:{w.cols}] are saved by no rank")
-
-
-@FAULTS.add
-def a_box_is_declared_by_nobody(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    for dp in range(DP):
-        del w.entities[block * DP + dp]["uneven"]
-    others = ", ".join(str(r) for r in range(RANKS) if r // DP != block)
-    low, high = w.edges[block : block + 2]
-    return not_covered(
-        f"'uneven': elements [{low}:{high}, 0:{w.cols}] are saved by no rank (global shape "
-        f"({w.edges[-1]}, {w.cols})); ",
-        f"ranks {others} declare other chunks",
-    )
-
-
-@FAULTS.add
-def a_box_has_no_main_replica(w: World) -> ExpectedError:
-    rank = w.any_main("regular")
-    w.spoil(rank, "regular", replica_id=(0, 0, 5))
-    return not_covered(
-        "'regular': elements [", "are saved by no rank", f"ranks {rank}, {rank + 1} declare replicas"
-    )
-
-
-@FAULTS.add
-def a_box_has_two_main_replicas(w: World) -> ExpectedError:
-    rank = w.any_main("regular")
-    w.spoil(rank + 1, "regular", replica_id=0)
-    return not_covered("'regular': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
-
-
-@FAULTS.add
-def every_replica_is_a_main_one(w: World) -> ExpectedError:
-    for rank in range(PP * TP):
-        w.spoil(rank, "norm", replica_id=(0, 0, 0))
-    return not_covered(
-        f"'norm': elements [0:{w.cols}] are saved by more than one main replica (ranks 0, 1, 2, 3)"
-    )
-
-
-@FAULTS.add
-def the_tied_copy_is_a_main_replica_too(w: World) -> ExpectedError:
-    tp = int(w.rng.integers(0, TP))
-    first, last = rank_of(0, tp, 0), rank_of(1, tp, 0)
-    w.spoil(last, "tied", replica_id=(0, 0, 0))
-    return not_covered("'tied': elements [", f"more than one main replica (ranks {first}, {last})")
-
-
-@FAULTS.add
-def a_rank_declares_a_box_twice(w: World) -> ExpectedError:
-    rank = w.any_main("regular")
-    w.entities[rank]["again"] = replace(w.tensor(rank, "regular"))
-    return not_covered("'regular': elements [", f"more than one main replica (all of rank {rank})")
-
-
-@FAULTS.add
-def a_box_has_the_position_of_another(w: World) -> ExpectedError:
-    tp = int(w.rng.integers(0, TP))
-    here, there = rank_of(0, tp, 0), rank_of(0, 1 - tp, 0)
-    w.spoil(there, "regular", global_offset=w.tensor(here, "regular").global_offset)
-    low, high = (1 - tp) * w.rows, (2 - tp) * w.rows
-    return not_covered(
-        f"more than one main replica (ranks {min(here, there)}, {max(here, there)})",
-        f"'regular': elements [0:1, {low}:{high}, 0:{w.cols}] are saved by no rank",
-    )
-
-
-@FAULTS.add
-def a_prepended_offset_is_wrong(w: World) -> ExpectedError:
-    tp = int(w.rng.integers(0, TP))
-    here, there = rank_of(0, tp, 0), rank_of(1, tp, 0)
-    w.spoil(there, "regular", global_offset=(0, tp * w.rows, 0))
-    rest = f"{tp * w.rows}:{(tp + 1) * w.rows}, 0:{w.cols}]"
-    return not_covered(
-        f"'regular': elements [0:1, {rest} are saved by more than one main replica (ranks {here}, {there})",
-        f"'regular': elements [1:2, {rest} are saved by no rank",
-    )
-
-
-@FAULTS.add
-def the_middle_of_a_pinwheel_is_missing(w: World) -> ExpectedError:
-    del w.entities[4]["pinwheel"]
-    return not_covered(
-        "'pinwheel': elements [2:3, 2:3] are saved by no rank", "ranks 0, 1, 2, 3 declare other chunks"
-    )
-
-
-@FAULTS.add
-def a_wing_of_a_pinwheel_is_a_row_too_long(w: World) -> ExpectedError:
-    w.spoil(0, "pinwheel", local_shape=(3, 3))
-    return not_covered("'pinwheel': elements [2:3, 0:3] are saved by more than one", "(ranks 0, 3, 4)")
-
-
-@FAULTS.add
-def a_box_of_as_many_elements_lies_crosswise(w: World) -> ExpectedError:
-    w.spoil(0, "pinwheel", local_shape=(3, 2))  # 6 elements as before: the volumes still add up
-    return not_covered(
-        "'pinwheel': elements [0:2, 2:3] are saved by no rank",
-        "'pinwheel': elements [2:3, 0:2] are saved by more than one main replica (ranks 0, 3)",
-    )
-
-
-# --- flat ranges
-
-
-def element_of_flat(w: World, block: int, position: int) -> str:
-    row, col = divmod(position, w.cols)
-    return f"'flat': elements [{block * w.rows + row}:{block * w.rows + row + 1}, {col}:{col + 1}]"
-
-
-@FAULTS.add
-def flat_ranges_leave_a_gap(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    w.spoil(block * DP, "flat", flattened_range=slice(0, w.cut[block] - 1))
-    return not_covered(f"{element_of_flat(w, block, w.cut[block] - 1)} are saved by no rank")
-
-
-@FAULTS.add
-def flat_ranges_overlap(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank = block * DP
-    w.spoil(rank + 1, "flat", flattened_range=slice(w.cut[block] - 1, w.rows * w.cols))
-    element = element_of_flat(w, block, w.cut[block] - 1)
-    return not_covered(f"{element} are saved by more than one main replica (ranks {rank}, {rank + 1})")
-
-
-@FAULTS.add
-def a_flat_range_is_shifted(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank, cut = block * DP, w.cut[block]
-    w.spoil(rank, "flat", flattened_range=slice(1, cut + 1))
-    twice = f"{element_of_flat(w, block, cut)} are saved by more than one main replica"
-    return not_covered(
-        f"{element_of_flat(w, block, 0)} are saved by no rank", f"{twice} (ranks {rank}, {rank + 1})"
-    )
-
-
-@FAULTS.add
-def the_last_flat_range_is_short(w: World) -> ExpectedError:
-    block, numel = int(w.rng.integers(0, PP * TP)), w.rows * w.cols
-    if w.cut[block] == numel - 1:
-        w.spoil(block * DP + 1, "flat", flattened_range=slice(numel, numel))
-    else:
-        w.spoil(block * DP + 1, "flat", flattened_range=slice(w.cut[block], numel - 1))
-    return not_covered(f"{element_of_flat(w, block, numel - 1)} are saved by no rank")
-
-
-@FAULTS.add
-def a_flat_range_is_empty(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    w.spoil(block * DP, "flat", flattened_range=slice(0, 0))
-    return not_covered("'flat': elements [", "are saved by no rank")
-
-
-@FAULTS.add
-def a_rank_declares_the_block_instead_of_its_range(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank = block * DP
-    w.spoil(rank, "flat", flattened_range=None)
-    return not_covered("'flat': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
-
-
-@FAULTS.add
-def flat_ranges_belong_to_the_wrong_block(w: World) -> ExpectedError:
-    low, high = w.tensor(0, "flat").global_offset, w.tensor(6, "flat").global_offset
-    w.spoil(0, "flat", global_offset=high)
-    assert low != high
-    return not_covered(
-        "'flat': elements [0:", "are saved by no rank", "more than one main replica (ranks 0, 6"
-    )
+    },
+}
