@@ -28,6 +28,15 @@ from megackpt.training.parallel.schedule import (
 )
 from tests.support.effort import few
 
+
+def test_neighbours_that_both_send_post_send_and_receive_together() -> None:
+    # First of two stages: activation 1 goes out while the gradient of 0 comes in.
+    first = Transfer(send_activation=Forward(1), receive_gradient=Backward(0))
+    second = Transfer(send_gradient=Backward(0), receive_activation=Forward(1))
+    assert first in plan_1f1b(2, 0, 3)
+    assert second in plan_1f1b(2, 1, 3)
+
+
 UNTIMED = settings(max_examples=few(40, of=100), deadline=None)  # a busy machine is no error
 stages_ = integers(1, 6)
 micro_batches_ = integers(0, 12)
