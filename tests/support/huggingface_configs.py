@@ -16,6 +16,13 @@ from torch import nn
 Fields = dict[str, Any]
 SEQUENCE = 24  # longer than the windows and the original lengths that are drawn
 
+
+def published(*sizes: int, **others: Any) -> Fields:
+    """Return a config: vocabulary, hidden state, layers, query heads, key heads, inside of the MLP."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "intermediate_size"), sizes, strict=True)) | others
+
+
 ENCODERS = ("bert", "mt5", "t5")
 RECURRENT = ("mamba2", "nemotron_h")
 HYBRIDS = ("ME*-M", "M*E-", "EM-*", "ME", "M*M-")

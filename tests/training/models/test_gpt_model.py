@@ -130,12 +130,6 @@ def test_a_table_of_another_model_or_layout_is_rejected(table: str, error: str) 
         build_gpt(CONFIG, groups, stages=StageTable.from_string(table, pp=2))
 
 
-def test_every_parameter_is_wrapped_itself() -> None:
-    model = GPT(CONFIG, ONE)
-    wrapped = {id(entity.data) for entity in model.sharded_state_dict().values()}
-    assert wrapped == {id(param) for param in model.parameters()}
-
-
 def test_weights_on_the_residual_path_start_smaller() -> None:
     model = GPT(replace(CONFIG, hidden_size=128, ffn_hidden_size=512), ONE)
     init_weights(model, seed=1)
@@ -175,6 +169,9 @@ def test_a_parameter_without_an_initial_rule_raises_an_error() -> None:
 
 
 def test_tied_copies_are_marked_for_the_optimizer_on_first_and_last_stage_only() -> None:
+    assert [name for name, p in GPT(CONFIG, ONE).named_parameters() if p.shape == (13, 16)] == [
+        "embedding.word_embeddings.weight"  # one stage holds it once
+    ]
     marks = {}
     for rank in range(3):
         model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(pp=3), rank))
@@ -183,11 +180,6 @@ def test_tied_copies_are_marked_for_the_optimizer_on_first_and_last_stage_only()
     assert marks[0, "shared_embedding"] == ["embedding.word_embeddings.weight"]
     assert marks[2, "shared_embedding"] == marks[2, "is_duplicate"] == ["output_layer.weight"]
     assert marks[0, "is_duplicate"] == marks[1, "shared_embedding"] == marks[1, "is_duplicate"] == []
-
-
-def test_one_stage_holds_a_tied_embedding_once() -> None:
-    names = [name for name, p in GPT(CONFIG, ONE).named_parameters() if p.shape == (13, 16)]
-    assert names == ["embedding.word_embeddings.weight"]
 
 
 def test_a_token_does_not_see_the_ones_behind_it() -> None:
@@ -221,11 +213,17 @@ def test_grouped_queries_and_dropout_path_compute_the_same_attention() -> None:
     torch.testing.assert_close(attention(x), fused)
 
 
-def test_training_continues_bit_for_bit_after_the_streams_are_restored() -> None:
-    config = replace(CONFIG, dropout=0.3)
-    rng = ParallelRng(5, ONE)
-    model = GPT(config, ONE, rng)
-    tokens = torch.arange(8).unsqueeze(0)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_training_continues_bit_for_bit_after_the_streams_are_restored(
+    device: str, dtype: torch.dtype
+) -> None:
+    rng = ParallelRng(5, ONE, device=device)
+    model = GPT(replace(CONFIG, dropout=0.3, params_dtype=dtype), ONE, rng, device=device)
+    init_weights(model, seed=1)
+    tokens = torch.arange(8, device=device).unsqueeze(0)
     model(tokens, tokens)
     state = rng.sharded_state_dict()["rng_state"].data
     expected = [model(tokens, tokens).item() for _ in range(3)]
@@ -266,33 +264,6 @@ def test_one_stage_accumulates_the_gradient_of_the_mean_loss() -> None:
         torch.testing.assert_close(a.grad / 8.0, b.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.gpu
-def test_training_on_a_gpu_continues_bit_for_bit_after_the_streams_are_restored() -> None:
-    rng = ParallelRng(5, ONE, device="cuda")
-    model = GPT(replace(CONFIG, dropout=0.3, params_dtype=torch.bfloat16), ONE, rng, device="cuda")
-    init_weights(model, seed=1)
-    tokens = torch.arange(8, device="cuda").unsqueeze(0)
-    state = rng.sharded_state_dict()["rng_state"].data
-    expected = [model(tokens, tokens).item() for _ in range(3)]
-    rng.load_state_dict(state)
-    assert [model(tokens, tokens).item() for _ in range(3)] == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": 0}, r"vocab_size is 0.*at least 1"),
-        ({"num_heads": 3, "num_query_groups": 3}, r"hidden_size 16.*num_heads 3.*multiple of 6"),
-        ({"num_query_groups": 3}, r"num_query_groups 3 does not divide num_heads 4.*divisor"),
-        ({"ffn_hidden_size": 0}, r"ffn_hidden_size is 0"),
-        ({"dropout": 1.0}, r"dropout is 1\.0.*\[0, 1\)"),
-    ],
-)
-def test_sizes_that_make_no_model_raise_an_error(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(DeclarationError, match=message):
-        replace(CONFIG, **changes)
-
-
 def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons() -> None:
     config = replace(CONFIG, num_heads=6, hidden_size=24, num_query_groups=6, ffn_hidden_size=6)
     with pytest.raises(DeclarationError) as caught:
@@ -310,17 +281,19 @@ def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons()
         assert reason in str(caught.value)
 
 
-def test_a_sequence_longer_than_the_model_is_made_for_raises_an_error() -> None:
-    with pytest.raises(DeclarationError, match=r"9 tokens, but .*seq_length is 8. Cut them, or"):
-        GPT(CONFIG, ONE)(torch.zeros(1, 9, dtype=torch.int64))
-
-
-def test_the_length_of_a_sequence_counts_the_tokens_of_all_ranks_of_cp() -> None:
-    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(cp=2), 0))
-    with pytest.raises(
-        DeclarationError, match=r"16 tokens \(8 on each of 2 ranks of cp\).* its context_share"
-    ):
-        model(torch.zeros(1, 8, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("cp", "tokens", "message"),
+    [
+        (1, 9, r"9 tokens, but .*seq_length is 8. Cut them, or"),
+        (2, 8, r"16 tokens \(8 on each of 2 ranks of cp\).* its context_share"),
+    ],
+)
+def test_a_sequence_longer_than_the_model_is_made_for_raises_an_error(
+    cp: int, tokens: int, message: str
+) -> None:
+    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(cp=cp), 0))
+    with pytest.raises(DeclarationError, match=message):
+        model(torch.zeros(1, tokens, dtype=torch.int64))
 
 
 def test_a_rank_of_cp_receives_activations_of_its_own_tokens() -> None:
@@ -328,11 +301,6 @@ def test_a_rank_of_cp_receives_activations_of_its_own_tokens() -> None:
     tokens = torch.zeros(3, 4, dtype=torch.int64)
     assert GPT(CONFIG, groups).activation_buffer(tokens).shape == (4, 3, 16)
     assert GPT(CONFIG, groups, sequence_parallel=True).activation_buffer(tokens).shape == (2, 3, 16)
-
-
-def test_dropout_without_streams_raises_an_error() -> None:
-    with pytest.raises(DeclarationError, match=r"dropout of 0\.1.*rng"):
-        GPT(replace(CONFIG, dropout=0.1), ONE)
 
 
 def test_norms_start_as_the_identity_and_sinks_and_positions_at_random() -> None:
@@ -433,6 +401,11 @@ def test_choices_that_there_are_not_raise_an_error(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"vocab_size": 0}, r"vocab_size is 0.*at least 1"),
+        ({"num_heads": 3, "num_query_groups": 3}, r"hidden_size 16.*num_heads 3.*multiple of 6"),
+        ({"num_query_groups": 3}, r"num_query_groups 3 does not divide num_heads 4.*divisor"),
+        ({"ffn_hidden_size": 0}, r"ffn_hidden_size is 0"),
+        ({"dropout": 1.0}, r"dropout is 1\.0.*\[0, 1\)"),
         ({"logit_softcap": 0.0}, r"logit_softcap is 0\.0.*positive"),
         ({"positions": LearnedPositions(count=7)}, r"7 learned positions, but seq_length is 8"),
         ({"positions": RotaryConfig(fraction=0.75)}, r"rotate 3 of the 4 dims of a head.*another fraction"),
@@ -443,7 +416,9 @@ def test_choices_that_there_are_not_raise_an_error(
         ({"attention": _with_window(layers=(True,) * 3)}, r"layers has 3 layers, but num_layers is 4"),
     ],
 )
-def test_choices_that_do_not_fit_the_sizes_raise_an_error(changes: dict[str, object], message: str) -> None:
+def test_sizes_and_choices_that_make_no_model_raise_an_error(
+    changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(DeclarationError, match=message):
         replace(SMALL_GPT, **changes)
 

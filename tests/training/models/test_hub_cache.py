@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,15 +41,18 @@ def model(tmp_path: Path) -> Path:
     return model
 
 
-def _store(model: Path) -> LocalStore:
-    return LocalStore(model / "snapshots" / REVISION)
+@pytest.fixture
+def store(model: Path) -> Iterator[LocalStore]:
+    """The snapshot as a store, which finds out about each file when it is asked for it."""
+    store = LocalStore(model / "snapshots" / REVISION)
+    yield store
+    store.close()
 
 
-def test_links_into_blobs_count_as_files_at_any_depth(model: Path) -> None:
+def test_links_into_blobs_count_as_files_at_any_depth(model: Path, store: LocalStore) -> None:
     snapshot = model / "snapshots" / REVISION
     (snapshot / "below" / "name").symlink_to(f"../../../blobs/{DIGEST}")
     (snapshot / "real").write_bytes(b"real")
-    store = _store(model)
     assert store.names() == ["below/name", "name", "real"]
     for name in ("name", "below/name"):
         assert store.exists(name)
@@ -61,47 +64,34 @@ def test_links_into_blobs_count_as_files_at_any_depth(model: Path) -> None:
     store.delete(["name"])
     assert (model / "blobs" / DIGEST).read_bytes() == b"shared"
     assert store.names() == ["below/name", "real"]
-    store.close()
 
 
-def _chain(model: Path) -> str:
-    (model / "blobs" / "0a").symlink_to(DIGEST)
-    return "../../blobs/0a"
-
-
-def _chain_outside(model: Path) -> str:
-    (model / "blobs" / "0a").symlink_to("../../../secret")
-    return "../../blobs/0a"
-
-
-def _directory(model: Path) -> str:
-    (model / "blobs" / "0a").mkdir()
-    (model / "blobs" / "0a" / "file").write_bytes(b"x")
-    return "../../blobs/0a"
-
-
-def _device(model: Path) -> str:
+def _device(blob: Path) -> None:
     try:
-        os.mknod(model / "blobs" / "0a", 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero
+        os.mknod(blob, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero
     except OSError:  # only root may
-        os.mkfifo(model / "blobs" / "0a")
-    return "../../blobs/0a"
+        os.mkfifo(blob)
 
 
-def _pipe(model: Path) -> str:
-    os.mkfifo(model / "blobs" / "0a")
-    return "../../blobs/0a"
-
-
-def _socket(model: Path) -> str:
+def _socket(blob: Path) -> None:
     here = os.getcwd()
-    os.chdir(model / "blobs")  # the name of a socket may not be long
+    os.chdir(blob.parent)  # the name of a socket may not be long
     try:
         with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind("0a")
+            bound.bind(blob.name)
     finally:
         os.chdir(here)
-    return "../../blobs/0a"
+
+
+BLOBS: dict[str, Callable[[Path], object]] = {
+    "a chain": lambda blob: blob.symlink_to(DIGEST),
+    "a chain that leads out": lambda blob: blob.symlink_to("../../../secret"),
+    "a directory": lambda blob: (blob / "below").mkdir(parents=True),
+    "a device": _device,
+    "a pipe": os.mkfifo,
+    "a socket": _socket,
+}
+"""What a blob may be instead of a file."""
 
 
 def _another_model(model: Path) -> str:
@@ -126,20 +116,16 @@ ATTACKS: dict[str, Callable[[Path], str]] = {
     "to a directory of the snapshot": lambda model: "below",
     "to itself": lambda model: "attack",
     "to /dev/zero": lambda model: "/dev/zero",
-    "of a chain": _chain,
-    "of a chain that leads out": _chain_outside,
-    "to a directory in blobs": _directory,
-    "to a device in blobs": _device,
-    "to a pipe in blobs": _pipe,
-    "to a socket in blobs": _socket,
     "to another model": _another_model,
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_link_of_another_form_is_not_followed(attack: str, model: Path) -> None:
-    (model / "snapshots" / REVISION / "attack").symlink_to(ATTACKS[attack](model))
-    store = _store(model)
+@pytest.mark.parametrize("attack", [*ATTACKS, *BLOBS])
+def test_a_link_of_another_form_is_not_followed(attack: str, model: Path, store: LocalStore) -> None:
+    if attack in BLOBS:
+        BLOBS[attack](model / "blobs" / "0a")
+    link = "../../blobs/0a" if attack in BLOBS else ATTACKS[attack](model)
+    (model / "snapshots" / REVISION / "attack").symlink_to(link)
     assert store.names() == ["name"]
     calls: list[Callable[[], object]] = [
         lambda: store.read("attack", max_bytes=10),
@@ -150,41 +136,33 @@ def test_a_link_of_another_form_is_not_followed(attack: str, model: Path) -> Non
     for call in calls:
         with pytest.raises(StorageError, match=r"attack: it is .*, not a regular file|attack.*[Nn]o such"):
             call()
-    store.close()
 
 
-def test_a_link_to_nothing_is_a_missing_file(model: Path) -> None:
+def test_a_link_to_nothing_is_a_missing_file(model: Path, store: LocalStore) -> None:
     (model / "snapshots" / REVISION / "gone").symlink_to("../../blobs/0a")
-    store = _store(model)
     assert store.names() == ["name"]
     assert not store.exists("gone")
     with pytest.raises(StorageError, match=r"gone.*No such file"):
         store.read("gone", max_bytes=1)
-    store.close()
 
 
-def test_a_linked_directory_is_never_entered(model: Path) -> None:
+def test_a_linked_directory_is_never_entered(model: Path, store: LocalStore) -> None:
     (model / "snapshots" / REVISION / "linked").symlink_to("../../blobs")
-    store = _store(model)
     assert store.names() == ["name"]
     with pytest.raises(StorageError, match="linked: it is a symbolic link"):
         store.read(f"linked/{DIGEST}", max_bytes=10)
-    store.close()
 
 
-def test_blobs_that_are_a_link_are_not_entered(model: Path) -> None:
+def test_blobs_that_are_a_link_are_not_entered(model: Path, store: LocalStore) -> None:
     (model / "blobs").rename(model / "elsewhere")
     (model / "blobs").symlink_to("elsewhere")
-    store = _store(model)
     for call in (store.names, lambda: store.read("name", max_bytes=10), lambda: store.exists("name")):
         with pytest.raises(StorageError):
             call()
-    store.close()
 
 
-def test_a_link_that_is_swapped_while_it_is_read_changes_nothing(model: Path) -> None:
+def test_a_link_that_is_swapped_while_it_is_read_changes_nothing(model: Path, store: LocalStore) -> None:
     link = model / "snapshots" / REVISION / "name"
-    store = _store(model)
     part = bytearray(6)
     store.read_into("name", 0, memoryview(part))
     link.unlink()
@@ -193,11 +171,10 @@ def test_a_link_that_is_swapped_while_it_is_read_changes_nothing(model: Path) ->
     assert part == b"shared"
     with pytest.raises(StorageError, match="name: it is a symbolic link"):
         store.read("name", max_bytes=6)
-    store.close()
 
 
 def test_a_link_that_is_swapped_between_its_text_and_its_file_leads_nowhere_else(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, readlink = model / "snapshots" / REVISION / "name", os.readlink
 
@@ -208,9 +185,7 @@ def test_a_link_that_is_swapped_between_its_text_and_its_file_leads_nowhere_else
         return text
 
     monkeypatch.setattr(os, "readlink", swapped)
-    store = _store(model)
     assert store.read("name", max_bytes=6) == b"shared"
-    store.close()
 
 
 @pytest.mark.parametrize("parent", ["models--org--name/other", "datasets--org--name/snapshots", "snapshots"])

@@ -11,6 +11,7 @@ import json
 import random
 from dataclasses import replace
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from models import (
 )
 from models.blocks.attention import rotary_frequencies, rotary_magnitude
 from models.huggingface import gpt_config
-from tests.support.huggingface_configs import random_fields
+from tests.support.huggingface_configs import published, random_fields
 from tests.support.huggingface_models import FAMILIES, SEEDS, random_config
 from tests.support.states import random_arrays
 
@@ -58,6 +59,27 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positi
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "max_window_layers": 1}
 PHI3 = {**LLAMA, "model_type": "phi3"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+EXPERTS = published(16, 8, 4, 2, 2, 20, head_dim=4, hidden_act="silu")
+MIXTRAL = EXPERTS | {
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.0,
+}
+QWEN3_MOE = EXPERTS | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+QWEN2_MOE = QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28}
+GPT_OSS = EXPERTS | {
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "swiglu_limit": 7.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +129,21 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (PHI3, {"rope_parameters": {"type": "longrope"}}, r"rope_parameters\.type is 'longrope'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is True"),
         (GPT2, {"add_cross_attention": True}, r"add_cross_attention is True"),
+        (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported for experts"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, which is not supported"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which must be at least 2"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, .* the number of experts, 8"),
+        (MIXTRAL, {"num_local_experts": "8"}, "num_local_experts is '8', which must be a positive integer"),
+        (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0, which must be a positive integer"),
+        (QWEN3_MOE, {"moe_intermediate_size": True}, "moe_intermediate_size is True"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (QWEN3_MOE, {"mlp_only_layers": 2}, "mlp_only_layers is 2, which must be a list of layers"),
+        (QWEN3_MOE, {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        (QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "not supported.*shared_expert_intermediate_size"),
+        (QWEN2_MOE, {"use_sliding_window": True}, "layer_types is missing and has to list the layers"),
+        (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        (GPT_OSS, {"swiglu_limit": None}, "swiglu_limit is missing and must be a positive number"),
+        (GPT_OSS, {"swiglu_limit": float("nan")}, "swiglu_limit is nan"),
     ],
 )
 def test_what_would_be_another_function_is_an_error(
@@ -132,169 +169,201 @@ def test_empty_false_and_private_fields_change_nothing() -> None:
     assert gpt_config({**LLAMA, **empty}) == gpt_config(LLAMA)
 
 
-def test_older_names_of_rotary_parameters_are_read() -> None:
-    linear = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5000}
-    expected = RotaryConfig(base=5000.0, scaling=LinearScaling(factor=2.0))
-    assert gpt_config({**LLAMA, **linear}).positions == expected
-    yarn = gpt_config({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}).positions
-    assert yarn == RotaryConfig(scaling=YarnScaling(factor=4.0, original_length=64))
-
-
-def test_older_files_of_gemma_3_are_read() -> None:
-    old = {
-        "sliding_window_pattern": 2,
-        "sliding_window": 5,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }
-    config = gpt_config({**GEMMA3, **old})
-    local = RotaryConfig(base=1e4)
-    assert config.attention.window == SlidingWindow(size=5, layers=(True, False), rotary=local)
-    assert config.positions == RotaryConfig(base=1e6, scaling=LinearScaling(factor=8.0))
-
-
-def test_windows_of_qwen_begin_after_max_window_layers_if_they_are_on() -> None:
-    assert gpt_config({**QWEN2, "use_sliding_window": False}).attention.window is None
-    windowed = gpt_config({**QWEN2, "use_sliding_window": True, "sliding_window": 3})
-    assert windowed.attention.window == SlidingWindow(size=3, layers=(False, True))
-
-
-SIZES = {
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
+# As published, without fields that decide nothing.
+GPT2_PUBLISHED = {
+    **{"model_type": "gpt2", "activation_function": "gelu_new", "vocab_size": 50257},
+    **{"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
 }
-MIXTRAL = SIZES | {
-    "model_type": "mixtral",
-    "hidden_act": "silu",
-    "intermediate_size": 20,
-    "num_hidden_layers": 4,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "router_aux_loss_coef": 0.02,
-    "router_jitter_noise": 0.0,
+LLAMA_3_1_8B = published(
+    *(128256, 4096, 32, 32, 8, 14336),
+    model_type="llama",
+    attention_bias=False,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    rope_scaling={
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+MISTRAL_7B = published(
+    *(32000, 4096, 32, 32, 8, 14336),
+    model_type="mistral",
+    max_position_embeddings=32768,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    tie_word_embeddings=False,
+)
+QWEN2_5_05B = published(
+    *(151936, 896, 24, 14, 2, 4864),
+    model_type="qwen2",
+    max_position_embeddings=32768,
+    max_window_layers=24,
+    rope_theta=1000000.0,
+    sliding_window=32768,
+    tie_word_embeddings=True,
+    use_mrope=False,
+    use_sliding_window=False,
+)
+GEMMA_3_4B_TEXT = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
 }
-QWEN3_MOE = SIZES | {
-    "model_type": "qwen3_moe",
-    "hidden_act": "silu",
-    "intermediate_size": 20,
-    "moe_intermediate_size": 12,
-    "num_hidden_layers": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
+GPT_OSS_20B = published(
+    *(201088, 2880, 24, 64, 8, 2880),
+    model_type="gpt_oss",
+    attention_bias=True,
+    experts_per_token=4,
+    head_dim=64,
+    initial_context_length=4096,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    num_experts_per_tok=4,
+    num_local_experts=32,
+    rope_scaling={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    rope_theta=150000,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+)
+OLD_GEMMA = GEMMA3 | {
+    "sliding_window_pattern": 2,
+    "sliding_window": 5,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
-QWEN2_MOE = QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28}
-GPT_OSS = SIZES | {
-    "model_type": "gpt_oss",
-    "hidden_act": "silu",
-    "intermediate_size": 20,
-    "num_hidden_layers": 4,
-    "num_experts_per_tok": 4,
-    "num_local_experts": 32,
-    "swiglu_limit": 7.0,
+OLD_LINEAR = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5000}
+OLD_YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+LOCAL, GLOBAL = RotaryConfig(base=1e4), RotaryConfig(base=1e6, scaling=LinearScaling(factor=8.0))
+LLAMA_SCALING = Llama3Scaling(
+    factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
+)
+YARN_OF_GPT_OSS = YarnScaling(factor=32.0, original_length=4096, whole_dims=False)
+MOE_OF_MIXTRAL = MoEConfig(
+    num_experts=8, ffn_hidden_size=20, routing=RoutingOptions(top_k=2, normalise=True), bias=False
+)
+
+# Each config with some of what ours has of it.
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (GPT2_PUBLISHED, {"tied_embeddings": True, "ffn_size": 3072, "head_dim": 64}),
+    "llama 3.1": (
+        LLAMA_3_1_8B,
+        {
+            "positions": RotaryConfig(base=500000.0, scaling=LLAMA_SCALING),
+            **{"query_groups": 8, "ffn_size": 14336, "seq_length": 131072},
+        },
+    ),
+    "mistral": (MISTRAL_7B, {"attention.window": SlidingWindow(size=4096)}),
+    "qwen 2.5": (
+        QWEN2_5_05B,
+        {
+            **{"attention.qkv_bias": True, "attention.output_bias": None, "linear_bias": False},
+            **{"attention.window": None, "tied_embeddings": True},
+        },
+    ),
+    "gemma 3": (
+        GEMMA_3_4B_TEXT,
+        {
+            "attention.window": SlidingWindow(
+                size=1024, layers=tuple(layer % 6 != 5 for layer in range(34)), rotary=LOCAL
+            ),
+            **{"positions": GLOBAL, "num_heads": 8, "query_groups": 4, "head_dim": 256},
+            **{"vocab_size": 262208, "embedding_scale": 2560**0.5},
+        },
+    ),
+    "gpt-oss": (
+        GPT_OSS_20B,
+        {
+            "positions": RotaryConfig(base=150000.0, scaling=YARN_OF_GPT_OSS),
+            "attention.window": SlidingWindow(size=128, layers=(True, False) * 12),
+            **{"attention.sinks": True, "moe.num_experts": 32, "moe.routing.top_k": 4},
+        },
+    ),
+    "older linear": (
+        LLAMA | OLD_LINEAR,
+        {"positions": RotaryConfig(base=5000.0, scaling=LinearScaling(factor=2.0))},
+    ),
+    "older yarn": (
+        LLAMA | OLD_YARN,
+        {"positions": RotaryConfig(scaling=YarnScaling(factor=4.0, original_length=64))},
+    ),
+    "older gemma 3": (
+        OLD_GEMMA,
+        {
+            "attention.window": SlidingWindow(size=5, layers=(True, False), rotary=LOCAL),
+            "positions": GLOBAL,
+        },
+    ),
+    "window that is off": (QWEN2 | {"use_sliding_window": False}, {"attention.window": None}),
+    "window after max_window_layers": (
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 3},
+        {"attention.window": SlidingWindow(size=3, layers=(False, True))},
+    ),
+    "mixtral": (MIXTRAL, {"moe": MOE_OF_MIXTRAL}),
+    "qwen3": (
+        QWEN3_MOE,
+        {"moe.routing.normalise": False, "moe.ffn_hidden_size": 12, "moe.shared_ffn_hidden_size": 0},
+    ),
+    "norm_topk_prob": (QWEN3_MOE | {"norm_topk_prob": True}, {"moe.routing.normalise": True}),
+    "gate of shared experts": (QWEN2_MOE, {"moe.shared_ffn_hidden_size": 28, "moe.shared_gate": True}),
+    "biases of gpt-oss": (
+        GPT_OSS,
+        {
+            **{"moe.bias": True, "moe.router_bias": True},
+            "moe.activation": SwiGLU(alpha=1.702, limit=7.0, up_offset=1.0),
+        },
+    ),
+    "activation of gpt-oss": (
+        GPT_OSS | {"swiglu_alpha": 1.5, "swiglu_limit": 3},
+        {"moe.activation": SwiGLU(alpha=1.5, limit=3.0, up_offset=1.0)},
+    ),
+    "all layers": (QWEN3_MOE, {"moe.layer_freq": 1}),
+    "step 1": (QWEN3_MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []}, {"moe.layer_freq": 1}),
+    "no list": (QWEN3_MOE | {"mlp_only_layers": None}, {"moe.layer_freq": 1}),
+    "step 2": (QWEN3_MOE | {"decoder_sparse_step": 2}, {"moe.layer_freq": (0, 1, 0, 1)}),
+    "list": (QWEN3_MOE | {"mlp_only_layers": [0, 3]}, {"moe.layer_freq": (0, 1, 1, 0)}),
+    "step and list": (
+        QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"moe.layer_freq": (0, 1, 0, 0)},
+    ),
+    "step beyond the layers": (QWEN3_MOE | {"decoder_sparse_step": 5}, {"moe": None}),
+    "list of all": (QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]}, {"moe": None}),
+    "no experts": (QWEN3_MOE | {"num_experts": 0, "norm_topk_prob": True}, {"moe": None}),
+    "no shared experts": (QWEN2_MOE | {"decoder_sparse_step": 5}, {"moe": None}),
 }
 
 
-def _experts(config: dict[str, Any]) -> MoEConfig:
-    moe = gpt_config(config).moe
-    assert moe is not None
-    return moe
-
-
-def test_mixtral_normalises_and_has_no_biases() -> None:
-    options = RoutingOptions(top_k=2, normalise=True)
-    assert _experts(MIXTRAL) == MoEConfig(num_experts=8, ffn_hidden_size=20, routing=options, bias=False)
-
-
-def test_qwen_normalises_only_with_norm_topk_prob() -> None:
-    assert not _experts(QWEN3_MOE).routing.normalise
-    assert _experts(QWEN3_MOE | {"norm_topk_prob": True}).routing.normalise
-    assert _experts(QWEN3_MOE).ffn_hidden_size == 12
-
-
-def test_qwen2_has_shared_experts_with_a_gate() -> None:
-    moe = _experts(QWEN2_MOE)
-    assert (moe.shared_ffn_hidden_size, moe.shared_gate) == (28, True)
-    assert not _experts(QWEN3_MOE).shared_ffn_hidden_size
-
-
-def test_gpt_oss_has_biases_and_an_activation_of_its_own() -> None:
-    moe = _experts(GPT_OSS)
-    assert moe.bias
-    assert moe.router_bias
-    assert moe.activation == SwiGLU(alpha=1.702, limit=7.0, up_offset=1.0)
-    assert _experts(GPT_OSS | {"swiglu_alpha": 1.5, "swiglu_limit": 3}).activation == SwiGLU(
-        alpha=1.5, limit=3.0, up_offset=1.0
-    )
+@pytest.mark.parametrize("name", READ)
+def test_a_config_is_read_as_transformers_reads_it(name: str) -> None:
+    config, expected = READ[name]
+    ours = gpt_config(config)
+    assert {path: attrgetter(path)(ours) for path in expected} == expected
 
 
 def test_the_number_of_experts_has_two_names() -> None:
     other = {**QWEN3_MOE, "num_local_experts": 8}  # as transformers 5 writes it
-    assert _experts({name: n for name, n in other.items() if name != "num_experts"}) == _experts(QWEN3_MOE)
-    assert _experts(other) == _experts(QWEN3_MOE)
+    newer = {name: n for name, n in other.items() if name != "num_experts"}
+    assert gpt_config(newer) == gpt_config(other) == gpt_config(QWEN3_MOE)
     with pytest.raises(
         DeclarationError, match="num_experts is 8, which must be equal to num_local_experts, 9"
     ):
         gpt_config(QWEN3_MOE | {"num_local_experts": 9})
-
-
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({}, 1),
-        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, 1),
-        ({"mlp_only_layers": None}, 1),
-        ({"decoder_sparse_step": 2}, (0, 1, 0, 1)),
-        ({"mlp_only_layers": [0, 3]}, (0, 1, 1, 0)),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 0)),
-    ],
-)
-def test_layers_with_experts_are_those_of_transformers(fields: dict[str, Any], pattern: object) -> None:
-    assert _experts(QWEN3_MOE | fields).layer_freq == pattern
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        QWEN3_MOE | {"decoder_sparse_step": 5},
-        QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]},
-        QWEN3_MOE | {"num_experts": 0, "norm_topk_prob": True},
-        QWEN2_MOE | {"decoder_sparse_step": 5},
-    ],
-)
-def test_a_model_of_dense_layers_has_none(config: dict[str, Any]) -> None:
-    assert gpt_config(config).moe is None
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported for experts"),
-        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, which is not supported"),
-        (MIXTRAL | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which must be at least 2"),
-        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, .* the number of experts, 8"),
-        (MIXTRAL | {"num_local_experts": "8"}, "num_local_experts is '8', which must be a positive integer"),
-        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts is 0, which must be a positive integer"),
-        (QWEN3_MOE | {"moe_intermediate_size": True}, "moe_intermediate_size is True"),
-        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        (QWEN3_MOE | {"mlp_only_layers": 2}, "mlp_only_layers is 2, which must be a list of layers"),
-        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
-        (
-            QWEN3_MOE | {"shared_expert_intermediate_size": 8},
-            "not supported.*shared_expert_intermediate_size",
-        ),
-        (QWEN2_MOE | {"use_sliding_window": True}, "layer_types is missing and has to list the layers"),
-        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
-        (GPT_OSS | {"swiglu_limit": None}, "swiglu_limit is missing and must be a positive number"),
-        (GPT_OSS | {"swiglu_limit": float("nan")}, "swiglu_limit is nan"),
-    ],
-)
-def test_what_is_not_supported_is_an_error_with_its_name(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(DeclarationError, match=message):
-        gpt_config(config)
 
 
 def test_a_limit_of_an_activation_is_positive() -> None:
@@ -390,157 +459,6 @@ def test_a_folder_that_does_not_fit_is_one_error_and_nothing_is_written(
         megackpt.import_huggingface(folder, tmp_path / "new", text_only=text_only)
     assert isinstance(raised.value, MapError)
     assert not (tmp_path / "new").exists()
-
-
-# As published, without fields that decide nothing.
-GPT2_PUBLISHED: dict[str, Any] = {
-    "activation_function": "gelu_new",
-    "model_type": "gpt2",
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-}
-LLAMA_3_1_8B: dict[str, Any] = {
-    "attention_bias": False,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-MISTRAL_7B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-QWEN2_5_05B: dict[str, Any] = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-GEMMA_3_4B_TEXT: dict[str, Any] = {
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 34,
-    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    "sliding_window": 1024,
-}
-GPT_OSS_20B: dict[str, Any] = {
-    "attention_bias": True,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
-
-
-def test_gpt2_ties_its_embeddings_and_has_four_times_the_hidden_size() -> None:
-    config = gpt_config(GPT2_PUBLISHED)
-    assert (config.tied_embeddings, config.ffn_size, config.head_dim) == (True, 3072, 64)
-
-
-def test_llama_3_1_scales_its_frequencies() -> None:
-    config = gpt_config(LLAMA_3_1_8B)
-    scaling = Llama3Scaling(
-        factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
-    )
-    assert config.positions == RotaryConfig(base=500000.0, scaling=scaling)
-    assert (config.query_groups, config.ffn_size, config.seq_length) == (8, 14336, 131072)
-
-
-def test_mistral_has_a_window_in_all_layers() -> None:
-    assert gpt_config(MISTRAL_7B).attention.window == SlidingWindow(size=4096)
-
-
-def test_qwen_2_5_has_biases_of_queries_keys_and_values_only_and_no_window() -> None:
-    config = gpt_config(QWEN2_5_05B)
-    assert (config.attention.qkv_bias, config.attention.output_bias, config.linear_bias) == (
-        True,
-        None,
-        False,
-    )
-    assert config.attention.window is None
-    assert config.tied_embeddings
-
-
-def test_gemma_3_has_five_layers_with_a_window_before_one_without() -> None:
-    config = gpt_config(GEMMA_3_4B_TEXT)
-    window = config.attention.window
-    assert window is not None
-    assert window.layers is not None
-    assert [layer for layer, has_window in enumerate(window.layers) if not has_window] == [5, 11, 17, 23, 29]
-    assert (window.size, window.rotary) == (1024, RotaryConfig(base=10000.0))
-    assert config.positions == RotaryConfig(base=1e6, scaling=LinearScaling(factor=8.0))
-    assert (config.num_heads, config.query_groups, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
-    assert config.embedding_scale == 2560**0.5
-
-
-def test_gpt_oss_has_sinks_experts_and_yarn() -> None:
-    config = gpt_config(GPT_OSS_20B)
-    yarn = YarnScaling(factor=32.0, original_length=4096, whole_dims=False)
-    assert config.positions == RotaryConfig(base=150000.0, scaling=yarn)
-    assert config.attention.sinks
-    assert config.attention.window == SlidingWindow(size=128, layers=(True, False) * 12)
-    assert config.moe is not None
-    assert (config.moe.num_experts, config.moe.routing.top_k) == (32, 4)
 
 
 NEEDS_TRANSFORMERS = pytest.mark.skipif(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import megackpt
 from megackpt import CheckpointError, DeclarationError, IntegrityError, StorageError
@@ -33,6 +34,7 @@ from tests.support.s3_server import BUCKET, S3Server, options_for
 from tests.support.states import assembled, random_arrays
 
 LLAMA = random_config("llama", 0)
+NORM = "decoder.final_layernorm.weight"
 
 
 def test_files_and_index_are_those_that_transformers_expects(tmp_path: Path) -> None:
@@ -54,14 +56,7 @@ def test_files_and_index_are_those_that_transformers_expects(tmp_path: Path) -> 
     numbers = [number for _, number in sorted(layers)]
     assert numbers == sorted(numbers), "layers are not in the order of files"
     for name, file in index["weight_map"].items():
-        tensors = folder_tensors_of(tmp_path / "folder" / file)
-        assert name in tensors
-
-
-def folder_tensors_of(file: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(file))
+        assert name in load_file(tmp_path / "folder" / file)
 
 
 def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_path: Path) -> None:
@@ -130,7 +125,6 @@ def test_parts_of_a_tensor_in_several_dtypes_need_a_choice(tmp_path: Path) -> No
     arrays = assembled(made, theirs)
     (queries,) = (key for key in arrays if key.endswith("linear_qkv.weight.q"))
     arrays[queries] = arrays[queries].bfloat16()
-    (tmp_path / "saved").mkdir()
     megackpt.save(declared(arrays, 0, 1), tmp_path / "saved")
     with pytest.raises(MapError, match=r"c_attn.weight' is made of arrays of the dtypes bfloat16, float32"):
         megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", config=config)
@@ -206,34 +200,24 @@ def test_files_of_the_tokenizer_are_copied_from_the_folder_of_the_config(tmp_pat
     assert json.loads((tmp_path / "folder/config.json").read_text())["dtype"] == "float32"
 
 
-def _removed(arrays: dict[str, Any]) -> None:
-    del arrays["decoder.final_layernorm.weight"]
-
-
-def _added(arrays: dict[str, Any]) -> None:
-    arrays["decoder.layers.unknown"] = torch.zeros(3)
-
-
-def _reshaped(arrays: dict[str, Any]) -> None:
-    arrays["decoder.final_layernorm.weight"] = torch.zeros(1)
-
-
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("changed", "text"),
     [
-        (_removed, r"'decoder.final_layernorm.weight' \(\d+,\) is missing"),
-        (_added, r"'decoder.layers.unknown' \(3,\) is additional"),
-        (_reshaped, r"'decoder.final_layernorm.weight' has the shape \(1,\), and by the map \(\d+,\)"),
+        ({NORM: None}, r"'decoder.final_layernorm.weight' \(\d+,\) is missing"),
+        ({"decoder.layers.unknown": torch.zeros(3)}, r"'decoder.layers.unknown' \(3,\) is additional"),
+        (
+            {NORM: torch.zeros(1)},
+            r"'decoder.final_layernorm.weight' has the shape \(1,\), and by the map \(\d+,\)",
+        ),
     ],
     ids=["missing", "additional", "wrong shape"],
 )
 def test_tensors_that_do_not_fit_are_one_error_and_nothing_is_written(
-    change: Any, text: str, tmp_path: Path
+    changed: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     made = stacked_map(LLAMA)
-    arrays = assembled(made, random_arrays(made, 7))
-    change(arrays)
-    (tmp_path / "saved").mkdir()
+    arrays = {**assembled(made, random_arrays(made, 7)), **changed}
+    arrays = {key: array for key, array in arrays.items() if array is not None}
     megackpt.save(declared(arrays, 0, 1), tmp_path / "saved")
     with pytest.raises(MapError, match=text):
         megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", config=LLAMA)
@@ -268,7 +252,6 @@ def test_wrong_arguments_are_one_error_and_nothing_is_written(
 
 
 def test_a_checkpoint_without_a_config_needs_one(tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
     megackpt.save({"a": torch.zeros(3)}, tmp_path / "saved")
     with pytest.raises(DeclarationError, match=r"no huggingface_config.*Give config="):
         megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
@@ -299,6 +282,16 @@ def export(source: Path, target: Path | Store, *, file_bytes: int = FILE_BYTES, 
     return megackpt.export_huggingface(
         source, target, max_file_bytes=file_bytes, buffer_bytes=BUFFER_BYTES, workers=workers, overwrite=True
     ).kept_files
+
+
+def fill_disk(source: Path, folder: Path, *, file: str) -> None:
+    """Export until the disk is full, in the middle of a file."""
+
+    def is_in_file(operation: Operation) -> bool:
+        return operation.kind == "writer.write" and file in operation.name
+
+    with pytest.raises(StorageError, match="No space left on device"):
+        export(source, FaultyStore(LocalStore(str(folder)), fail_at=is_in_file))
 
 
 def assert_listed_files_are_whole(files: Mapping[str, bytes], whole: Mapping[str, bytes]) -> None:
@@ -364,13 +357,7 @@ def test_a_model_that_is_replaced_is_never_mixed_with_the_new_one(tmp_path: Path
 
 def test_a_full_disk_keeps_finished_files_and_writes_no_index(tmp_path: Path) -> None:
     expected = saved_model(tmp_path / "saved", LLAMA, 3)
-
-    def is_in_third_file(operation: Operation) -> bool:
-        return operation.kind == "writer.write" and "model-00003" in operation.name
-
-    store = FaultyStore(LocalStore(str(tmp_path / "folder")), fail_at=is_in_third_file)
-    with pytest.raises(StorageError, match="No space left on device"):
-        export(tmp_path / "saved", store)
+    fill_disk(tmp_path / "saved", tmp_path / "folder", file="model-00003")
     left = {path.name for path in (tmp_path / "folder").iterdir() if path.is_file()}
     assert left == {"config.json", "model-00001-of-00005.safetensors", "model-00002-of-00005.safetensors"}
     assert export(tmp_path / "saved", tmp_path / "folder") == 2
@@ -380,9 +367,7 @@ def test_a_full_disk_keeps_finished_files_and_writes_no_index(tmp_path: Path) ->
 def test_files_of_another_plan_are_not_kept(tmp_path: Path) -> None:
     saved_model(tmp_path / "saved", LLAMA, 4)
     expected = saved_model(tmp_path / "other", LLAMA, 5)
-    store = FaultyStore(LocalStore(str(tmp_path / "folder")), fail_at=lambda o: "model-00004" in o.name)
-    with pytest.raises(StorageError):
-        export(tmp_path / "saved", store)
+    fill_disk(tmp_path / "saved", tmp_path / "folder", file="model-00004")
     assert export(tmp_path / "other", tmp_path / "folder") == 0  # the same files with other weights
     assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)
 
@@ -409,9 +394,7 @@ def test_a_file_that_changes_on_the_way_is_found(tmp_path: Path) -> None:
 
 def test_a_kept_file_that_changed_is_an_error(tmp_path: Path) -> None:
     saved_model(tmp_path / "saved", LLAMA, 7)
-    store = FaultyStore(LocalStore(str(tmp_path / "folder")), fail_at=lambda o: "model-00003" in o.name)
-    with pytest.raises(StorageError):
-        export(tmp_path / "saved", store)
+    fill_disk(tmp_path / "saved", tmp_path / "folder", file="model-00003")
     (kept, *_) = sorted((tmp_path / "folder").glob("model-00001*"))
     data = bytearray(kept.read_bytes())
     data[-1] ^= 1

@@ -30,7 +30,7 @@ from megackpt.errors import MapError
 from megackpt.formats.file_names import HUGGINGFACE
 from megackpt.formats.registry import detect, not_imported, save_strategy
 from megackpt.formats.safetensors_header import read_header
-from megackpt.storage import LocalStore, MemoryStore, ObjectStore
+from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
 from megackpt.whole import huggingface_model_files
@@ -45,7 +45,6 @@ from tests.support.huggingface_folders import (
     stacked_map,
     write_folder,
 )
-from tests.support.s3_server import BUCKET, S3Server, options_for
 from tests.support.states import assembled, random_arrays
 
 INDEX = "model.safetensors.index.json"
@@ -174,34 +173,20 @@ def test_a_rank_of_two_reads_the_header_and_its_rows_only(tmp_path: Path, rank: 
     assert sum(nbytes for _, _, nbytes in store.reads) == header + data.nbytes
 
 
-def test_columns_of_a_tensor_are_read(tmp_path: Path) -> None:
-    data = torch.zeros(16, 3)
-    sharded = {"w": ShardedTensor.from_rank_offsets("embed.weight", data, (1, 1, 2))}
-    megackpt.load(sharded, two_files(tmp_path))
-    assert torch.equal(data, tensors()["embed.weight"][:, 3:])
+def test_ranks_load_their_rows_and_columns_together(tmp_path: Path) -> None:
+    folder, whole = two_files(tmp_path), tensors()["embed.weight"]
 
-
-def test_ranks_load_their_parts_together(tmp_path: Path) -> None:
-    folder = two_files(tmp_path)
-
-    def load(group: Group) -> torch.Tensor:
-        data = torch.zeros(4, 6)
-        wanted = ShardedTensor.from_rank_offsets("embed.weight", data, (0, group.rank, 4))
+    def load(group: Group) -> None:
+        rows = ShardedTensor.from_rank_offsets("embed.weight", torch.zeros(4, 6), (0, group.rank, 4))
+        half = group.rank % 2
+        columns = ShardedTensor.from_rank_offsets("embed.weight", torch.zeros(16, 3), (1, half, 2))
         scale = ShardedTensor.from_rank_offsets("scale", torch.zeros(()))
-        loaded = megackpt.load({"w": wanted, "scale": scale}, folder, group=group)
+        loaded = megackpt.load({"rows": rows, "columns": columns, "scale": scale}, folder, group=group)
+        assert torch.equal(loaded["rows"], whole[4 * group.rank :][:4])
+        assert torch.equal(loaded["columns"], whole[:, 3 * half :][:, :3])
         assert loaded["scale"] == 0.5
-        return loaded["w"]
 
-    loaded = SimulatedWorld(4).run(load)
-    assert torch.equal(torch.cat(loaded), tensors()["embed.weight"])
-
-
-def test_a_folder_in_an_object_store_is_read(tmp_path: Path, s3_server: S3Server) -> None:
-    store = ObjectStore(f"s3://{BUCKET}/huggingface-folder", options=options_for(s3_server.port))
-    for path in two_files(tmp_path).iterdir():
-        store.write(path.name, path.read_bytes())
-    assert difference(megackpt.load_plain_tensors(store), tensors()) is None
-    store.close()
+    SimulatedWorld(4).run(load)
 
 
 def test_a_folder_of_links_as_in_the_cache_of_hugging_face_is_an_error_with_advice(tmp_path: Path) -> None:
@@ -406,17 +391,14 @@ def test_a_damaged_config_is_an_error_where_it_is_needed(folder: Path, name: str
     assert [damage.file for damage in megackpt.verify(folder).damages] == [name]
 
 
-def test_a_config_that_is_too_large_is_not_read(folder: Path) -> None:
-    with (folder / "config.json").open("r+b") as file:
-        file.truncate(1 << 34)  # sparse
-    with pytest.raises(FormatError, match=r"config\.json"):
-        megackpt.load_content_metadata(folder)
-
-
-def test_an_index_that_is_too_large_is_not_read(folder: Path) -> None:
-    with (folder / INDEX).open("r+b") as file:
-        file.truncate(1 << 34)  # sparse
-    assert INDEX in str(error_of(folder))
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("config.json", megackpt.load_content_metadata), (INDEX, megackpt.load_plain_tensors)],
+)
+def test_a_document_that_is_too_large_is_not_read(folder: Path, name: str, read: Any) -> None:
+    os.truncate(folder / name, 1 << 34)  # sparse
+    with pytest.raises(FormatError, match=name):
+        read(folder)
 
 
 def test_the_manifest_of_somebody_else_may_name_the_format_but_no_file_outside(folder: Path) -> None:

@@ -33,7 +33,15 @@ from megackpt.maps import (
     region_map,
 )
 from tests.support.effort import few
-from tests.support.huggingface_configs import ENCODERS, FAMILIES, IN_MEGATRON, RECURRENT, random_fields, untie
+from tests.support.huggingface_configs import (
+    ENCODERS,
+    FAMILIES,
+    IN_MEGATRON,
+    RECURRENT,
+    published,
+    random_fields,
+    untie,
+)
 from tests.support.states import assembled, random_arrays
 
 SEEDS = range(few(2, of=6))
@@ -131,12 +139,6 @@ def _shifted(rule: Rule) -> Rule | None:
     if "0/2]" in rule.their_axes:
         return replace(rule, their_axes=rule.their_axes.replace("0/2]", "1/2]"))
     return None
-
-
-def published(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Return a config: vocabulary, hidden state, layers, query heads, key heads, inside of the MLP."""
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    return dict(zip((*names, "intermediate_size"), sizes, strict=True)) | others
 
 
 GPT2 = {

@@ -24,6 +24,7 @@ from megackpt import (
 )
 from megackpt.comm import Group
 from megackpt.contrib.megatron.resuming import MegatronProgress, resume_from_megatron
+from megackpt.entities import ShardedStateDict
 from megackpt.errors import MapError, MismatchError, MissingKeyError
 from megackpt.maps import (
     RegionMap,
@@ -112,33 +113,36 @@ def assert_equal(arrays: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(arrays[key], array), key
 
 
-def test_queries_keys_and_values_are_joined_by_query_group() -> None:
-    config = config_of("qwen3", 0) | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+def in_both_names(config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return random arrays of a config in our names, and in those of Megatron-Core."""
     hub = family_of(config).region_map(config)
     ours = assembled(hub, random_arrays(hub, 0))
-    stored = assembled(map_of(config).inverse(), ours)["decoder.layers.self_attention.linear_qkv.weight"]
-    q, k, v = (ours[f"decoder.layers.0.self_attention.linear_qkv.weight.{part}"] for part in "qkv")
-    expected = torch.cat([q[:12], k[:4], v[:4], q[12:], k[4:], v[4:]])
-    assert torch.equal(stored[0], expected)
+    return ours, assembled(map_of(config).inverse(), ours)
 
 
-def test_output_gates_follow_the_queries_of_their_group() -> None:
-    config = config_of("qwen3_next", 0) | {
-        "num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-    }
-    hub = family_of(config).region_map(config)
-    ours = assembled(hub, random_arrays(hub, 0))
-    (key,) = (key for key in map_of(config).right if key.endswith("self_attention.linear_qkv.weight"))
-    stored = assembled(map_of(config).inverse(), ours)[key]
-    q, gate, k, v = (
-        ours[f"decoder.layers.0.self_attention.linear_qkv.weight.{part}"] for part in ("q", "gate", "k", "v")
-    )
-    expected = torch.cat([q[:12], gate[:12], k[:4], v[:4], q[12:], gate[12:], k[4:], v[4:]])
-    assert torch.equal(stored[0] if stored.ndim == 3 else stored, expected)
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "name", "rows"),
+    [
+        ("qwen3", HEADS, "self_attention.linear_qkv", {"q": 12, "k": 4, "v": 4}),
+        ("qwen3_next", HEADS | ONE_LAYER, "self_attention.linear_qkv", {"q": 12, "gate": 12, "k": 4, "v": 4}),
+        ("mt5", {"num_heads": 2, "d_kv": 3}, "cross_attention.linear_kv", {"k": 3, "v": 3}),
+    ],
+)
+def test_components_of_attention_are_joined_by_query_group(
+    model_type: str, changes: dict[str, Any], name: str, rows: dict[str, int]
+) -> None:
+    ours, stored = in_both_names(config_of(model_type, 0) | changes)
+    joined = [
+        ours[f"decoder.layers.0.{name}.weight.{part}"][group * size : (group + 1) * size]
+        for group in range(2)
+        for part, size in rows.items()
+    ]
+    (key,) = (key for key in stored if key.startswith("decoder.") and key.endswith(f"{name}.weight"))
+    assert torch.equal(stored[key].view(-1, *stored[key].shape[-2:])[0], torch.cat(joined))
 
 
 def test_gated_delta_nets_have_the_norm_before_them_and_zero_centred_ones_inside() -> None:
@@ -155,16 +159,12 @@ def test_gated_delta_nets_have_the_norm_before_them_and_zero_centred_ones_inside
         checkpoint_map(family_of(config), config, list(made.right), norm_added=1)
 
 
-def test_keys_and_values_of_cross_attention_are_joined_by_head() -> None:
-    config = config_of("mt5", 0) | {"num_heads": 2, "d_kv": 3}
-    hub = family_of(config).region_map(config)
-    ours = assembled(hub, random_arrays(hub, 0))
-    stored = assembled(map_of(config).inverse(), ours)
-    k, v = (ours[f"decoder.layers.0.cross_attention.linear_kv.weight.{part}"] for part in "kv")
-    joined = stored["decoder.layers.cross_attention.linear_kv.weight"][0]
-    assert torch.equal(joined, torch.cat([k[:3], v[:3], k[3:], v[3:]]))
-    assert "encoder_relative_pos_emb.relative_attention_bias.weight" in stored
-    assert "lm_head.output_layer.weight" in stored
+def test_parts_of_an_encoder_and_decoder_have_the_names_of_megatron_core() -> None:
+    keys = map_of(config_of("mt5", 0)).right.keys()
+    assert {
+        "encoder_relative_pos_emb.relative_attention_bias.weight",
+        "lm_head.output_layer.weight",
+    } < keys
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,10 @@ def test_models_that_megatron_core_has_otherwise_are_an_error(model_type: str, t
 
 
 def test_gate_and_up_follow_each_other_in_each_expert() -> None:
-    config = config_of("mixtral", 1)
-    hub = family_of(config).region_map(config)
-    ours = assembled(hub, random_arrays(hub, 0))
-    stored = assembled(map_of(config).inverse(), ours)["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    ours, stored = in_both_names(config_of("mixtral", 1))
     gate, up = (ours[f"decoder.layers.0.mlp.experts.linear_fc1.weight.{part}"] for part in ("gate", "up"))
-    assert torch.equal(stored[0], torch.cat([gate, up], dim=1))
+    joined = stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"][0]
+    assert torch.equal(joined, torch.cat([gate, up], dim=1))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -323,11 +321,16 @@ def trainer(groups: ParallelGroups, config: GPTConfig = GPT) -> tuple[ModelChunk
     return model, DistributedOptimizer(of_groups, lambda g: torch.optim.AdamW(g, lr=1.0), groups)
 
 
+def on_one_rank() -> tuple[ModelChunks, DistributedOptimizer, ShardedStateDict]:
+    """Return a model, its optimizer, and what it declares of the optimizer."""
+    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    return model, optimizer, optimizer.sharded_state_dict(model.sharded_state_dict())
+
+
 def stored_run(path: Path, *, names: Mapping[str, str], common: dict[str, Any]) -> None:
     """Save what Megatron-Core would have stored; names are those of states, with what stands before them."""
-    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    model, _, declared = on_one_rank()
     keys = [*WEIGHTS, *(f"{name}.{key}" for name in names.values() for key in WEIGHTS)]
-    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
     for states in declared["state"].values():
         for name, times in TIMES.items():
             states[name].data.copy_(times * states["fp32_param"].data)
@@ -396,10 +399,9 @@ def test_a_request_in_our_names_is_an_error_with_the_lines_that_load_it(
     names: dict[str, str], tmp_path: Path
 ) -> None:
     stored_run(tmp_path / "run", names=names, common=ONE)
-    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    model, _, declared = on_one_rank()
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
-    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
     with pytest.raises(MissingKeyError) as raised:
         load({"optimizer": declared}, tmp_path / "run")
     lines = (
@@ -413,8 +415,7 @@ def test_a_request_in_our_names_is_an_error_with_the_lines_that_load_it(
 def test_a_missing_moment_is_named_as_megatron_core_names_it(tmp_path: Path) -> None:
     stored_run(tmp_path / "run", names=BY_DISTRIBUTED, common=ONE)
     keys = set(load_sharded_metadata(tmp_path / "run"))
-    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
-    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    model, _, declared = on_one_rank()
     options = LoadOptions(rename={"optimizer.state.exp_avg.output*": "lost*"})
     with pytest.raises(MissingKeyError, match=r"optimizer\.state\.exp_avg\.output_layer\.weight"):
         load(megatron_state(model, keys, optimizer=declared), tmp_path / "run", options=options)
@@ -431,8 +432,7 @@ def test_a_missing_moment_is_named_as_megatron_core_names_it(tmp_path: Path) -> 
     ],
 )
 def test_state_of_one_layout_is_rejected_with_the_way_to_another(keys: list[str], error: str) -> None:
-    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
-    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    model, _, declared = on_one_rank()
     with pytest.raises(MapError, match=f"(?s){error}"):
         megatron_state(model, [*WEIGHTS, *keys], optimizer=declared)
 
@@ -452,8 +452,7 @@ def test_state_of_one_layout_is_rejected_with_the_way_to_another(keys: list[str]
     ids=["none", "no-match", "two-rates", "two-steps", "no-step"],
 )
 def test_groups_that_do_not_match_are_shown(stored: list[dict[str, Any]], error: str) -> None:
-    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
-    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    _, optimizer, declared = on_one_rank()
     with pytest.raises(MismatchError, match=f"(?s){error}"):
         resume_from_megatron(optimizer, declared, {"optimizer": {"optimizer": {"param_groups": stored}}})
     assert optimizer.param_groups[0]["lr"] == 1.0, "nothing has changed"
