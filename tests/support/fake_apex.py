@@ -29,6 +29,22 @@ from megackpt.entities import ShardedStateDict
 from megackpt.training.optim import join_master, split_master
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
 
+ADAM = {"bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+LAMB = {"betas": (0.9, 0.99), "eps": 1e-6}
+
+
+def _moments(state: dict[str, Any], param: Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the moments of a parameter, which its first step makes."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = torch.zeros_like(param.data, dtype=dtype)
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+def _masters(group: dict[str, Any], *dtypes: torch.dtype) -> dict[str, Any]:
+    """Return masters of the parameters that have one of these dtypes, and None for others."""
+    return {"params": [p.clone().detach().float() if p.dtype in dtypes else None for p in group["params"]]}
+
 
 def _adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> Tensor:
     beta1, beta2 = group["betas"]
@@ -46,35 +62,20 @@ class FusedAdam(torch.optim.Optimizer):
         if master_weights and not capturable:
             raise RuntimeError("Master weights is currently only supported with the capturable version.")
         rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
-        defaults = {
-            "lr": rate,
-            "bias_correction": True,
-            "betas": (0.9, 0.99),
-            "eps": 1e-8,
-            "weight_decay": 0.1,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": rate, **ADAM})
         self.capturable, self.master_weights = capturable, master_weights
-        self.param_groups_master = [
-            {"params": [p.clone().detach().float() if master_weights else None for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        of_dtypes = (torch.float32, torch.float16, torch.bfloat16) if master_weights else ()
+        self.param_groups_master = [_masters(group, *of_dtypes) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group, group_master in zip(self.param_groups, self.param_groups_master, strict=True):
-            if "step" in group:
-                group["step"] += 1
-            else:
-                group["step"] = torch.tensor([1], dtype=torch.int) if self.capturable else 1
+            group.setdefault("step", torch.tensor([0], dtype=torch.int) if self.capturable else 0)
+            group["step"] += 1
             for p, master in zip(group["params"], group_master["params"], strict=True):
                 if p.grad is None:
                     continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p.data).float()
-                    state["exp_avg_sq"] = torch.zeros_like(p.data).float()
-                m, v = state["exp_avg"], state["exp_avg_sq"]
+                m, v = _moments(self.state[p], p, torch.float32)
                 update = _adam_update(p.grad.float(), m, v, int(group["step"]), group)
                 # The kernel of bf16 weights gets no masters (apex #1728).
                 uses_master = master is not None and p.dtype != torch.bfloat16
@@ -116,29 +117,24 @@ class FusedAdagrad(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                if len(state) == 0:
-                    state["sum"] = torch.zeros_like(p.data)
+                total = self.state[p].setdefault("sum", torch.zeros_like(p.data))
                 grad = p.grad + group["weight_decay"] * p
-                state["sum"].addcmul_(grad, grad)
-                p.sub_(group["lr"] * grad / (state["sum"].sqrt() + group["eps"]))
+                total.addcmul_(grad, grad)
+                p.sub_(group["lr"] * grad / (total.sqrt() + group["eps"]))
 
 
 class FusedLAMB(torch.optim.Optimizer):
     """Moments have the dtype of the parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-6, "max_grad_norm": 1.0})
+        super().__init__(params, {"lr": lr, **LAMB, "max_grad_norm": 1.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for p in group["params"]:
-                state = self.state[p]
-                if len(state) == 0:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
-                update = _adam_update(p.grad, state["exp_avg"], state["exp_avg_sq"], group["step"], group)
+                update = _adam_update(p.grad, *_moments(self.state[p], p, p.dtype), group["step"], group)
                 p.sub_(group["lr"] * p.norm() / update.norm() * update)
 
 
@@ -146,29 +142,16 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
     """Masters are made in the first step; `lr` and `step` are always tensors."""
 
     def __init__(self, params: Any, lr: float = 1e-2, reduced_precision_dtype: Any = None) -> None:
-        defaults = {
-            "lr": torch.tensor(lr, dtype=torch.float32),
-            "step": torch.tensor([0], dtype=torch.int),
-            "betas": (0.9, 0.99),
-            "eps": 1e-6,
-        }
-        super().__init__(params, defaults)
+        tensors = {"lr": torch.tensor(lr, dtype=torch.float32), "step": torch.tensor([0], dtype=torch.int)}
+        super().__init__(params, {**tensors, **LAMB})
         for group in self.param_groups:
-            for name in ("lr", "step"):
-                group[name] = group[name].clone()
+            group |= {name: group[name].clone() for name in tensors}
         self.reduced_precision_dtype = reduced_precision_dtype
         self.param_groups_full_precision: list[dict[str, Any]] = []
 
     def _setup_full_precision_params(self) -> None:
         for group in self.param_groups:
-            reduced = self.reduced_precision_dtype
-            self.param_groups_full_precision.append(
-                {
-                    "params": [
-                        p.clone().detach().float() if p.dtype == reduced else None for p in group["params"]
-                    ]
-                }
-            )
+            self.param_groups_full_precision.append(_masters(group, self.reduced_precision_dtype))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -177,14 +160,9 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
         for group, full in zip(self.param_groups, self.param_groups_full_precision, strict=True):
             group["step"] += 1
             for p, master in zip(group["params"], full["params"], strict=True):
-                state = self.state[p]
-                if len(state) == 0:
-                    dtype = torch.float32 if p.dtype == self.reduced_precision_dtype else p.dtype
-                    state["exp_avg"] = torch.zeros_like(p.data, dtype=dtype)
-                    state["exp_avg_sq"] = torch.zeros_like(p.data, dtype=dtype)
                 weight = p if master is None else master
-                grad = p.grad.to(weight.dtype)
-                update = _adam_update(grad, state["exp_avg"], state["exp_avg_sq"], int(group["step"]), group)
+                grad, moments = p.grad.to(weight.dtype), _moments(self.state[p], p, weight.dtype)
+                update = _adam_update(grad, *moments, int(group["step"]), group)
                 weight.sub_(float(group["lr"]) * weight.norm() / update.norm() * update)
                 p.copy_(weight)
 
@@ -199,8 +177,7 @@ class FusedNovoGrad(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             if len(group["params"]) > 0:
-                group["exp_avg_sq"][0] = group["exp_avg_sq"][0].to(group["params"][0].device)
-                group["exp_avg_sq"][1] = group["exp_avg_sq"][1].to(group["params"][0].device)
+                group["exp_avg_sq"] = [norms.to(group["params"][0].device) for norms in group["exp_avg_sq"]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -272,8 +249,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         with_scaled_states: bool = False,
         default_shard_size: int = 48,
     ) -> None:
-        defaults = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, **ADAM})
         self.distributed_rank, self.distributed_size, self.redundant_size = rank, size, 1
         self.dtype, self.alignment, self.default_shard_size = dtype, 16, default_shard_size
         self.store_params, self.store_param_remainders = store_params, store_param_remainders
@@ -304,14 +280,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         bucket_size, start = self.default_shard_size * self.distributed_size, 0
         while start < param.numel():
             if not buckets or _round_up(buckets[-1].filled_size, self.alignment) >= bucket_size:
-                buckets.append(
-                    StateBucket(
-                        self.default_shard_size,
-                        self.dtype,
-                        params=self.store_params,
-                        remainders=self.store_param_remainders,
-                    )
-                )
+                kept = {"params": self.store_params, "remainders": self.store_param_remainders}
+                buckets.append(StateBucket(self.default_shard_size, self.dtype, **kept))
             at = _round_up(buckets[-1].filled_size, self.alignment)
             size = min(param.numel() - start, bucket_size - at)
             fragment = self._fragment(group_id, param_id, len(buckets) - 1, start, at, size)
@@ -327,8 +297,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         assert fragment.shard_range is not None
         key = (fragment.param_group_id, fragment.param_id, fragment.bucket_id)
         if self.with_scaled_states:
-            names = ("param", "exp_avg", "exp_avg_sq")
-            self._state_scales[key] = {name: torch.zeros(1) for name in names}
+            self._state_scales[key] = {name: torch.zeros(1) for name in _GATHERED}
         if bucket.params_shard is not None:
             weight = param.detach().view(-1)[slice(*fragment.shard_param_range)].float()
             if self.with_scaled_states:
@@ -399,11 +368,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         bucket: StateBucket = self.state["buckets"][fragment.bucket_id]  # type: ignore[index, call-overload]
         at, part = slice(*fragment.shard_range), slice(*fragment.shard_param_range)
         weight = param.detach().view(-1)[part]
-        stored = [bucket.exp_avg_shard[at], bucket.exp_avg_sq_shard[at]]
-        names = ["exp_avg", "exp_avg_sq"]
+        stored = {"exp_avg": bucket.exp_avg_shard[at], "exp_avg_sq": bucket.exp_avg_sq_shard[at]}
         if bucket.params_shard is not None:
-            stored, names = [*stored, bucket.params_shard[at]], [*names, "param"]
-        values = [s.float() * scales[n] if scales else s.float() for s, n in zip(stored, names, strict=True)]
+            stored["param"] = bucket.params_shard[at]
+        values = [s.float() * scales[n] if scales else s.float() for n, s in stored.items()]
         if bucket.param_remainders_shard is not None:
             values.append(join_master(weight, bucket.param_remainders_shard[at]))
         m, v = values[:2]
@@ -412,7 +380,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         grad = param.grad.view(-1)[part].float()
         update = _adam_update(grad, m, v, int(self.state["step"]), group)  # type: ignore[index, call-overload]
         master.sub_(group["lr"] * (update + group["weight_decay"] * master))
-        for tensor, value, name in zip(stored, values, names, strict=False):
+        for (name, tensor), value in zip(stored.items(), values, strict=False):
             kept = value.clone()
             if scales:
                 self._apply_state_scale(kept, scales[name])

@@ -24,9 +24,8 @@ from megackpt.contrib.apex import (
     sharded_state_dict,
 )
 from megackpt.errors import UnknownClassError
-from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from megackpt.training.optim import MixedPrecisionOptimizer, join_master
+from megackpt.training.optim import MixedPrecisionOptimizer
 from megackpt.training.parallel.attributes import mark
 from megackpt.training.parallel.groups import ParallelGroups
 from megackpt.training.parallel.layout import ParallelLayout
@@ -66,10 +65,6 @@ WHOLE: dict[str, tuple[Build, torch.dtype]] = {
 }
 
 
-STOCK_DIFFERS = {"FusedAdam bf16", "FusedAdam masters", "FusedAdam unused masters", "FusedMixedPrecisionLamb"}
-"""Whose masters are in no state dict, or whose float32 moments a stock load casts."""
-
-
 def pair(name: str) -> tuple[list[Parameter], Any, list[Parameter], Any]:
     """Return parameters and their optimizer, and the same with other values."""
     build, dtype = WHOLE[name]
@@ -96,50 +91,6 @@ def test_a_step_after_a_load_equals_that_of_the_uninterrupted_run(name: str, tmp
     train(params, optimizer, range(5, 8))
     train(fresh, resumed, range(5, 8))
     assert are_equal(params, fresh)
-
-
-def a_step_of_a_new_process(name: str, path: Path) -> list[Tensor]:
-    _, _, params, optimizer = pair(name)
-    model = declare(params)
-    request = {"model": model, "optimizer": sharded_state_dict(optimizer, model, is_loading=True)}
-    load_sharded_state_dict(optimizer, load(request, path)["optimizer"])
-    train(params, optimizer, range(5, 6))
-    return [p.detach() for p in params]
-
-
-def test_one_step_in_a_new_process_equals_that_of_the_uninterrupted_run(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    for name in WHOLE:
-        params, optimizer, _, _ = pair(name)
-        train(params, optimizer, range(5))
-        model = declare(params)
-        save({"model": model, "optimizer": sharded_state_dict(optimizer, model)}, tmp_path / name)
-        train(params, optimizer, range(5, 6))
-        ((*weights,),) = rank_pool.run(a_step_of_a_new_process, 1, name, tmp_path / name)
-        assert all(weight.equal(p) for weight, p in zip(weights, params, strict=True)), name
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_stock_way_differs_where_masters_or_moments_are_lost(name: str) -> None:
-    """Why this integration exists: a state dict of torch, loaded into a new optimizer."""
-    params, optimizer, fresh, resumed = pair(name)
-    train(params, optimizer, range(5))
-    copy_weights(params, fresh)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(params, optimizer, range(5, 8))
-    train(fresh, resumed, range(5, 8))
-    assert are_equal(params, fresh) == (name not in STOCK_DIFFERS)
-
-
-def test_a_step_with_masters_of_construction_time_overwrites_loaded_weights() -> None:
-    params, optimizer, fresh, resumed = pair("FusedAdam masters")
-    train(params, optimizer, range(2))
-    copy_weights(params, fresh)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(params, optimizer, range(2, 3))
-    train(fresh, resumed, range(2, 3))
-    assert float((params[2] - fresh[2]).detach().abs().max()) > 1  # they are near the weights of another seed
 
 
 @pytest.mark.parametrize("capturable", [True, False])
@@ -355,30 +306,6 @@ def test_fragments_load_at_any_number_of_ranks(name: str, size: int, tmp_path: P
     train_ranks(params, optimizers, range(4, 7))
     train_ranks(fresh, resumed, range(4, 7))
     assert all(are_equal(params[0], p) for p in fresh)
-
-
-def test_remainders_are_stored_as_the_float32_masters() -> None:
-    params, (optimizer,) = make_ranks(0, 1, "remainders")
-    train_ranks(params, [optimizer], range(3))
-    arrays = gather([sharded_state_dict(optimizer, declare(params[0]))["state"]])
-    masters = arrays["optimizer.state.fp32_param.p0"]
-    assert masters.dtype == torch.float32
-    bucket = optimizer.state["buckets"][0]
-    assert torch.equal(
-        masters, join_master(params[0][0].detach(), bucket.param_remainders_shard[:24].view(4, 6))
-    )
-    assert not torch.equal(masters, params[0][0].float())
-
-
-def test_halfway_cases_of_another_optimizer_get_the_weight_of_their_remainder() -> None:
-    params, (optimizer,) = make_ranks(0, 1, "remainders")
-    state = sharded_state_dict(optimizer, declare(params[0]))
-    halfway = torch.full((24,), 1.00390625)  # torch rounds it down, the kernel up
-    params[0][0].detach().view(-1).copy_(halfway)
-    masters = {0: {"fp32_param.0": halfway}}
-    load_sharded_state_dict(optimizer, {**state, "state": masters, "param_group_of": {}})
-    remainders = optimizer.state["buckets"][0].param_remainders_shard[:24]
-    assert torch.equal(join_master(params[0][0].detach().view(-1), remainders), halfway)
 
 
 def test_the_scale_of_a_float16_fragment_is_the_same_when_it_is_scaled_again() -> None:

@@ -7,7 +7,6 @@ tests/contrib/transformer_engine/test_transformer_engine_fused_adam.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,26 +64,17 @@ class DenseAndExperts:
             apex.load_sharded_state_dict(optimizer, state)
 
 
-def of_fragments(**options: Any) -> Kind:
+def of_fragments(bucket_size: int = 0, **options: Any) -> Kind:
+    def make(params: list[Any], groups: ParallelGroups) -> DenseAndExperts:
+        # As in Apex, a shard is the smaller, the more ranks there are: their fragments are others.
+        shard = {"default_shard_size": bucket_size // groups.dp.size} if bucket_size else {}
+        return DenseAndExperts(params, groups, **options, **shard)
+
     return Kind(
-        make=lambda params, groups: DenseAndExperts(params, groups, **options),
+        make=make,
         declare=lambda o, model, is_loading, groups: o.declare(model),
         restore=DenseAndExperts.restore,
         after_step=share_fragments,
-    )
-
-
-def of_scaled_fragments() -> Kind:
-    return replace(
-        of_fragments(),
-        # As in Apex, a shard is the smaller, the more ranks there are: their fragments are others.
-        make=lambda params, groups: DenseAndExperts(
-            params,
-            groups,
-            dtype=torch.float16,
-            with_scaled_states=True,
-            default_shard_size=96 // groups.dp.size,
-        ),
     )
 
 
@@ -111,7 +101,9 @@ KINDS = {
     "FusedMixedPrecisionLamb": of_apex("FusedMixedPrecisionLamb", reduced_precision_dtype=torch.bfloat16),
     "DistributedFusedAdam": of_fragments(),
     "DistributedFusedAdam, remainders": of_fragments(store_params=False, store_param_remainders=True),
-    "DistributedFusedAdam, float16 with scales": of_scaled_fragments(),
+    "DistributedFusedAdam, float16 with scales": of_fragments(
+        96, dtype=torch.float16, with_scaled_states=True
+    ),
     "HybridDeviceOptimizer": of_offload(fake_offload.hybrid),
     "CPUOffloadOptimizer": of_offload(fake_offload.CPUOffload),
 }
