@@ -193,7 +193,7 @@ def load_facts(version: str) -> dict[str, dict[str, str]]:
 
 
 def find_ours(name: str) -> Any:
-    """Return our object of a qualified name, or None."""
+    """Return our object of a qualified name, whatever its value; MISSING if there is none."""
     parts = name.split(".")
     for cut in range(len(parts), -1, -1):
         module_name = ".".join([OURS, *parts[:cut]])
@@ -206,9 +206,9 @@ def find_ours(name: str) -> Any:
         for part in parts[cut:]:
             if is_unsupported_name(member):
                 return member
-            member = inspect.getattr_static(member, part, None)
+            member = inspect.getattr_static(member, part, MISSING)
         return member
-    return None
+    return MISSING
 
 
 def signature_of(member: Any) -> Signature | None:
@@ -248,7 +248,7 @@ class Verdict:
 def judge(name: str, fact: dict[str, str]) -> Verdict:
     """Compare one name of one version with ours."""
     member = find_ours(name)
-    if member is None:
+    if member is MISSING:
         if name in RENAMED:
             return Verdict("renamed", RENAMED[name])
         return Verdict("not offered", ABSENT[name]) if name in ABSENT else Verdict("gap")
@@ -273,23 +273,12 @@ def judge(name: str, fact: dict[str, str]) -> Verdict:
 
 def judge_import(name: str) -> str:
     """Say what an imported name is here: `offered`, `raises when used` with its reason, or `missing`."""
-    member = find_private(name)
+    member = find_ours(name)
     if member is MISSING:
         return "missing"
     if is_unsupported_name(member):
         return f"raises when used: {member.reason} {member.alternative}"
     return "offered"
-
-
-def find_private(name: str) -> Any:
-    """Return our object of a qualified name, whatever its value; MISSING if there is none."""
-    module, _, last = name.rpartition(".")
-    try:
-        return getattr(
-            importlib.import_module(".".join([OURS, *([module] if module else [])])), last, MISSING
-        )
-    except ModuleNotFoundError:
-        return MISSING
 
 
 def write_page() -> str:
