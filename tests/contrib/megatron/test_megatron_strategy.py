@@ -112,19 +112,10 @@ def test_megatron_loads_it_strictly_where_no_values_are_listed(tmp_path: Path) -
 
 
 _KEPT = (
-    "mode",
-    "state",
-    "current_iteration",
-    "rerun_requested",
-    "checkpoint_requested",
-    "failed_validation_call",
-    "initial_result",
-    "suspicious_node",
-    "suspicious_device",
-    "data_iterator_checkpoints",
-    "large_value_counts",
-    "max_values",
-)
+    "mode", "state", "current_iteration", "rerun_requested", "checkpoint_requested", "failed_validation_call",
+    "initial_result", "suspicious_node", "suspicious_device", "data_iterator_checkpoints",
+    "large_value_counts", "max_values",
+)  # fmt: skip
 
 
 def failed_machine(rerun: Any) -> tuple[Any, Any]:
