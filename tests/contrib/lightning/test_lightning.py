@@ -96,33 +96,35 @@ def test_asynchronous_saves_are_committed_at_the_end_and_resume(tmp_path: Path) 
             assert torch.equal(parameter, expected)
 
 
-def test_a_checkpoint_of_lightning_itself_is_an_error_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """Return a checkpoint of Lightning itself, after one epoch."""
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
     trainer.fit(Regression(), DataLoader(torch.ones(2, 4)))
     trainer.save_checkpoint(tmp_path / "own.ckpt")
+    return tmp_path / "own.ckpt"
+
+
+def test_a_checkpoint_of_lightning_itself_is_an_error_and_stays(
+    own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "sharded").mkdir()
     torch.save({}, tmp_path / "sharded" / "meta.pt")  # as of FSDP
     again = Trainer(max_epochs=2, strategy=MegackptDDPStrategy(), enable_checkpointing=False, **QUIET)
     with pytest.raises(NotACheckpointError, match=r"own\.ckpt is no checkpoint of megackpt.*MegackptIO"):
-        again.fit(Regression(), DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "own.ckpt")
+        again.fit(Regression(), DataLoader(torch.ones(2, 4)), ckpt_path=own)
     for name in ("own.ckpt", "sharded"):
         MegackptIO().remove_checkpoint(tmp_path / name)
         assert f"{name} stays: megackpt has not written it" in caplog.text
         assert (tmp_path / name).exists()
 
 
-def test_a_run_goes_on_from_a_file_of_lightning_as_lightning_does(tmp_path: Path) -> None:
-    data = DataLoader(torch.ones(2, 4))
-    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
-    trainer.fit(Regression(), data)
-    trainer.save_checkpoint(tmp_path / "own.ckpt")
+def test_a_run_goes_on_from_a_file_of_lightning_as_lightning_does(own: Path) -> None:
     ended = []
     for plugins in ([], [MegackptIO()]):
         module = Regression()
         trainer = Trainer(max_epochs=3, plugins=plugins, enable_checkpointing=False, **QUIET)
-        trainer.fit(module, data, ckpt_path=tmp_path / "own.ckpt")
+        trainer.fit(module, DataLoader(torch.ones(2, 4)), ckpt_path=own)
         assert trainer.global_step == 6
         ended.append(list(module.parameters()))
     assert all(map(torch.equal, *ended))

@@ -25,6 +25,7 @@ from megackpt.contrib.megatron.dist_checkpointing.tensor_aware_state_dict import
 from megackpt.errors import UnsupportedError
 from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.ranks import RankPool
+from tests.support.checkpoints import flip
 
 STORED = Path(__file__).parent / "folders"
 ALGORITHMS = ("atomic", "fully_parallel")
@@ -140,12 +141,6 @@ def file_of_rank_1(folder: Path) -> Path:
     return folder / "1" / f"iter_{NEWEST:07d}_1_local.pt"
 
 
-def damage(folder: Path) -> None:
-    data = bytearray(file_of_rank_1(folder).read_bytes())
-    data[len(data) // 3] ^= 1
-    file_of_rank_1(folder).write_bytes(data)
-
-
 def mix_runs(folder: Path) -> None:
     """Put rank 1's file of a run with another model next to rank 0's."""
     entity = mapping.ShardedTensor.from_rank_offsets("w", torch.ones(4, 3).double(), (0, 1, 2))
@@ -167,7 +162,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         NotACheckpointError,
         r"of iteration 10, those of ranks 0 are missing",
     ),
-    "damaged": (damage, FormatError, r"_1_local\.pt: it is damaged"),
+    "damaged": (
+        lambda folder: flip(file_of_rank_1(folder), file_of_rank_1(folder).stat().st_size // 3),
+        FormatError,
+        r"_1_local\.pt: it is damaged",
+    ),
     "of two runs": (mix_runs, FormatError, r"'w' is an array of .*, and one of .* in .*\. Pass the files"),
     "of two steps": (
         mix_steps,

@@ -207,7 +207,7 @@ def test_a_file_of_megatrons_own_class_is_read_or_the_error_names_the_files_of_o
     assert len(ranks_without) == (algo == "fully_parallel"), "one rank keeps the replica for both"
 
 
-def test_what_a_local_checkpoint_lacks_is_an_error_or_a_reported_key() -> None:
+def test_what_a_local_checkpoint_lacks_is_an_error() -> None:
     kept, _ = MCoreTensorAwareStateDict.from_state_dict(small_state(), "atomic")
     other = {"new": S.from_rank_offsets("new", torch.zeros(1))}
     with pytest.raises(MissingKeyError, match=r"'new' among them.*the layout that wrote it"):
@@ -215,9 +215,6 @@ def test_what_a_local_checkpoint_lacks_is_an_error_or_a_reported_key() -> None:
     cut = {"w": S.from_rank_offsets("w", torch.zeros(1, 3), (0, 0, 2))}
     with pytest.raises(CheckpointingException, match="'w' among them"):
         kept.to_state_dict(cut)
-    state, missing, unexpected = kept.to_state_dict(other, strict="log_all", return_mismatch_keys=True)
-    assert (state, unexpected) == ({"step": 7}, {"new"})
-    assert missing == {"w", "fused.0", "fused.1", "extra"}
     empty = {"w": S.from_rank_offsets("w", torch.ones(1)).without_data()}
     for call in (
         lambda: kept.insert_tensors([]),

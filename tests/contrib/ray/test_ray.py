@@ -19,24 +19,17 @@ from megackpt.contrib.ray import get_checkpoint, report, step_directory
 from megackpt.errors import NotACheckpointError, UnsupportedError
 
 
-class Context:
-    """What `ray.train.get_context` returns in the training function."""
-
-    def __init__(self, filesystem: pyarrow.fs.FileSystem, run: str) -> None:
-        self._storage = types.SimpleNamespace(storage_filesystem=filesystem, experiment_fs_path=run)
-
-    def get_storage(self) -> Any:
-        return self._storage
-
-    def get_world_rank(self) -> int:
-        return 0
+def context_of(filesystem: pyarrow.fs.FileSystem, run: str) -> Any:
+    """Return what `ray.train.get_context` returns in the training function."""
+    storage = types.SimpleNamespace(storage_filesystem=filesystem, experiment_fs_path=run)
+    return types.SimpleNamespace(get_storage=lambda: storage, get_world_rank=lambda: 0)
 
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
     """Put a run in tmp_path into the place of Ray's; return the list of what is reported to it."""
     reports: list[tuple[Any, ...]] = []
-    context = Context(pyarrow.fs.LocalFileSystem(), str(tmp_path))
+    context = context_of(pyarrow.fs.LocalFileSystem(), str(tmp_path))
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(ray.train, "report", lambda *args, **kwargs: reports.append((*args, kwargs)))
     return reports
@@ -72,7 +65,7 @@ def test_a_step_that_is_not_committed_is_not_reported(reports: list[tuple[Any, .
 
 
 def test_a_run_in_an_object_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = Context(pyarrow.fs.S3FileSystem(region="us-east-1"), "bucket/run")
+    context = context_of(pyarrow.fs.S3FileSystem(region="us-east-1"), "bucket/run")
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     with pytest.raises(UnsupportedError, match=r"a file system of kind s3, and steps of megackpt have to be"):
         step_directory(5)

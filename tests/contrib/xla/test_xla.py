@@ -31,15 +31,17 @@ from megackpt.contrib.xla import (
     declare_xla,
 )
 from megackpt.engine.checkpoint.opening import open_checkpoint
-from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.entities import ShardedTensor
 from megackpt.errors import CoverageError, DeclarationError, IntegrityError
-from megackpt.storage import MemoryStore, Store, open_store
+from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor, spmd_layouts
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
+from tests.support.states import bits
 
 ARRAY = torch.arange(20.0).reshape(4, 5)
 HALVES_TWICE = SpmdLayout((2, 1), 2, (0, 1, 2, 3), 1)  # one host: devices 0 and 1 hold the same half
@@ -50,60 +52,42 @@ def on_devices(tensor: XLAShardedTensor) -> list[Any]:
     return [shard.elements().tolist() for shard in tensor.devices]
 
 
-def stored_starts(store: Store, key: str) -> list[list[int]]:
-    return open_checkpoint(store).chunks([key]).table.start.tolist()
+@pytest.mark.parametrize(
+    ("layout", "starts"),
+    [
+        (HALVES_TWICE, [[0, 0], [2, 0]]),
+        (SpmdLayout((1, 1), 4, (0, 1, 2, 3), 2), [[0, 0]]),  # replicated on two hosts
+    ],
+)
+def test_copies_of_a_shard_are_stored_once(layout: SpmdLayout, starts: list[list[int]]) -> None:
+    store = MemoryStore()
+    save_spmd(ARRAY, layout, store)
+    assert open_checkpoint(store).chunks(["w"]).table.start.tolist() == starts
 
 
-def test_partial_replication_inside_one_host_keeps_every_shard_once(tmp_path: Path) -> None:
-    megackpt.save({"model": {"w": HALVES_TWICE.tensor(ARRAY, 0)}}, tmp_path)
-    assert torch.equal(megackpt.load_plain_tensors(tmp_path)["model.w"], ARRAY)
-    assert stored_starts(open_store(tmp_path), "model.w") == [[0, 0], [2, 0]]
-
-
-def test_loading_fills_the_devices_and_returns_the_tensor_itself(tmp_path: Path) -> None:
-    layout = SpmdLayout((1, 3), 1, (2, 0, 1), 1)  # five columns on three devices: the last is padded
-    megackpt.save({"w": layout.tensor(ARRAY, 0), "step": 7}, tmp_path)
+def test_loading_fills_the_devices_once_and_returns_the_tensor_itself(tmp_path: Path) -> None:
+    megackpt.save({"w": SpmdLayout((1, 3), 1, (2, 0, 1), 1).tensor(ARRAY, 0), "step": 7}, tmp_path)
     target = HALVES_TWICE.tensor(torch.zeros(4, 5), 0)
     loaded = megackpt.load({"w": target}, tmp_path)
     assert loaded["w"] is target
     assert loaded["step"] == 7
-    assert on_devices(target) == on_devices(HALVES_TWICE.tensor(ARRAY, 0))
     assert target.loads == 1
-
-
-def test_a_replicated_tensor_is_saved_once_and_filled_on_every_device() -> None:
-    layout = SpmdLayout((1, 1), 4, (0, 1, 2, 3), 2)
-    store = MemoryStore()
-    SimulatedWorld(2).run(lambda g: megackpt.save({"w": layout.tensor(ARRAY, g.rank)}, store, group=g))
-    assert stored_starts(store, "w") == [[0, 0]]
-
-    def load_host(group: Any) -> list[Any]:
-        target = layout.tensor(torch.zeros(4, 5), group.rank)
-        megackpt.load({"w": target}, store, group=group)
-        return on_devices(target)
-
-    assert SimulatedWorld(2).run(load_host) == [[ARRAY.tolist()] * 2] * 2
 
 
 def test_a_load_that_fails_leaves_the_devices_as_they_were(tmp_path: Path) -> None:
     source = {"a": HALVES_TWICE.tensor(ARRAY, 0), "b": HALVES_TWICE.tensor(ARRAY, 0)}
     megackpt.save(source, tmp_path)
     (file,) = (tmp_path / "data").iterdir()
-    damaged = bytearray(file.read_bytes())
-    damaged[-1] ^= 1
-    file.write_bytes(damaged)
+    flip(file, -1)
     target = {key: HALVES_TWICE.tensor(torch.zeros(4, 5), 0) for key in source}
     with pytest.raises(IntegrityError, match="'b'"):
         megackpt.load(target, tmp_path)
     assert [tensor.loads for tensor in target.values()] == [0, 0]
 
 
-def test_a_key_of_ones_own_is_declared(tmp_path: Path) -> None:
+def test_a_sharded_tensor_is_declared_under_a_key_and_no_other(tmp_path: Path) -> None:
     megackpt.save({"w": declare_xla("decoder.weight", HALVES_TWICE.tensor(ARRAY, 0))}, tmp_path)
     assert list(megackpt.load_plain_tensors(tmp_path)) == ["decoder.weight"]
-
-
-def test_declaring_a_tensor_that_xla_has_not_sharded_raises_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"'w': a Tensor that XLA has not sharded.*mark_sharding"):
         declare_xla("w", torch.zeros(2))
 
@@ -224,21 +208,7 @@ def wrong_values(array: torch.Tensor) -> torch.Tensor:
 def assert_on_all_devices(layout: SpmdLayout, hosts: list[XLAShardedTensor], array: torch.Tensor) -> None:
     for host, tensor in enumerate(hosts):
         for got, expected in zip(tensor.devices, layout.tensor(array, host).devices, strict=True):
-            assert bits_of(got.elements()) == bits_of(expected.elements()), got.shard_device
-
-
-def bits_of(tensor: torch.Tensor) -> bytes:
-    return bytes(byte_view(as_bits(tensor).contiguous()))
-
-
-@SETTINGS
-@given(data=st.data(), array=arrays(max_dims=3))
-def test_any_spmd_world_loads_what_any_other_saved(data: st.DataObject, array: torch.Tensor) -> None:
-    source = data.draw(spmd_layouts(array.ndim), label="source")
-    target = data.draw(spmd_layouts(array.ndim), label="target")
-    store = MemoryStore()
-    save_spmd(array, source, store)
-    assert_on_all_devices(target, load_spmd(wrong_values(array), target, store), array)
+            assert bits(got.elements()) == bits(expected.elements()), got.shard_device
 
 
 def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
@@ -294,13 +264,26 @@ def load_through_planners(tensor: XLAShardedTensor, metadata: Any, stored: dict[
         planner.commit_tensor(item, target)
 
 
-@SETTINGS
-@given(data=st.data(), array=arrays(max_dims=3))
-def test_dcp_planners_keep_the_law_between_spmd_worlds(data: st.DataObject, array: torch.Tensor) -> None:
-    source = data.draw(spmd_layouts(array.ndim), label="source")
-    target = data.draw(spmd_layouts(array.ndim), label="target")
+def through_planners(array: torch.Tensor, source: SpmdLayout, target: SpmdLayout) -> list[XLAShardedTensor]:
     metadata, stored = save_through_planners([source.tensor(array, host) for host in range(source.hosts)])
     loaded = [target.tensor(wrong_values(array), host) for host in range(target.hosts)]
     for tensor in loaded:
         load_through_planners(tensor, metadata, stored)
-    assert_on_all_devices(target, loaded, array)
+    return loaded
+
+
+def through_megackpt(array: torch.Tensor, source: SpmdLayout, target: SpmdLayout) -> list[XLAShardedTensor]:
+    store = MemoryStore()
+    save_spmd(array, source, store)
+    return load_spmd(wrong_values(array), target, store)
+
+
+@pytest.mark.parametrize("through", [through_megackpt, through_planners])
+@SETTINGS
+@given(data=st.data(), array=arrays(max_dims=3))
+def test_any_spmd_world_loads_what_any_other_saved(
+    through: Any, data: st.DataObject, array: torch.Tensor
+) -> None:
+    source = data.draw(spmd_layouts(array.ndim), label="source")
+    target = data.draw(spmd_layouts(array.ndim), label="target")
+    assert_on_all_devices(target, through(array, source, target), array)
