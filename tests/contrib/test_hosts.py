@@ -17,15 +17,14 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 import megackpt
 from tests.support.effort import with_all
-from tests.system.examples.command_line import TIMEOUT_S, quiet
+from tests.system.examples.command_line import TIMEOUT_S, quiet, torchrun
 
 pytestmark = with_all("hosts are trained under the command of .ci/run")
 
-ROOT = Path(__file__).parents[2]
+ROOT, CONTRIB = Path(__file__).parents[2], Path(__file__).parent
 SCRIPTS = ROOT / "examples" / "hosts"
 FIRST_SAVE = 5
 
@@ -35,16 +34,12 @@ def accelerate(ranks: int) -> list[str]:
     return [*launch, "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 
 
-def torchrun(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-
-
 def megatron_on_cpu(ranks: int) -> list[str]:
-    return [*torchrun(ranks), str(ROOT / "tests" / "contrib" / "megatron" / "megatron_on_cpu.py")]
+    return torchrun(ranks, CONTRIB / "megatron" / "megatron_on_cpu.py")
 
 
 def torchtitan_on_cpu(ranks: int) -> list[str]:
-    return [*torchrun(ranks), str(ROOT / "tests" / "contrib" / "torchtitan" / "torchtitan_on_cpu.py")]
+    return torchrun(ranks, CONTRIB / "torchtitan" / "torchtitan_on_cpu.py")
 
 
 def ray(ranks: int) -> list[str]:
@@ -97,16 +92,12 @@ def command(host: str, ranks: int, root: Path) -> Sequence[str]:
     return [*HOSTS[host].launch(ranks), *script, *([str(ranks)] if host == "ray_train" else [])]
 
 
-def train(host: str, ranks: int, root: Path) -> int:
-    """Train to the end; return the step after which the run began."""
-    return run_to_its_end(command(host, ranks, root))
-
-
 def environment() -> dict[str, str]:
     return quiet({"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
 
 
 def run_to_its_end(words: Sequence[str]) -> int:
+    """Train to the end; return the step after which the run began."""
     run = subprocess.run(
         words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
@@ -138,29 +129,24 @@ def last_step(host: str, root: Path) -> Path:
     return root / HOSTS[host].directory.format(HOSTS[host].steps)
 
 
-def tensors(host: str, root: Path) -> dict[str, Tensor]:
-    """Return all arrays of the last checkpoint, by key. Random streams are objects, not arrays."""
-    return megackpt.load_plain_tensors(last_step(host, root))
-
-
 @pytest.mark.parametrize("host", sorted(HOSTS))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Path) -> None:
     require(HOSTS[host].package)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     resumed = {ranks: tmp_path / f"on_{ranks}" for ranks in HOSTS[host].resumed_on}
-    assert train(host, 2, whole) == 0
+    assert run_to_its_end(command(host, 2, whole)) == 0
     train_and_kill(host, 2, killed)
     for ranks, root in resumed.items():
         shutil.copytree(killed, root)
-        assert train(host, ranks, root) >= FIRST_SAVE
+        assert run_to_its_end(command(host, ranks, root)) >= FIRST_SAVE
 
     if host == "ray_train":  # nothing is copied, and what num_to_keep=2 does not keep is removed
         steps = {path.name for path in (whole / "fit").glob("[!.]*") if path.is_dir()}
         assert steps == {f"iter_{HOSTS[host].steps - FIRST_SAVE:07d}", last_step(host, whole).name}
-    expected = tensors(host, whole)
+    expected = megackpt.load_plain_tensors(last_step(host, whole))
     assert len(expected) > 10
     for ranks, root in resumed.items():
-        last = tensors(host, root)
+        last = megackpt.load_plain_tensors(last_step(host, root))
         assert last.keys() == expected.keys()
         if ranks == 2:
             assert all(torch.equal(last[key], tensor) for key, tensor in expected.items())
@@ -173,20 +159,20 @@ def test_checkpoints_of_one_lightning_strategy_load_into_the_other(
 ) -> None:
     pytest.importorskip("lightning")
 
-    def ddp(name: str) -> list[str]:
-        return [*torchrun(2), str(SCRIPTS / "lightning_fit.py"), str(tmp_path / name), "10"]
+    def ddp(name: str) -> int:
+        return run_to_its_end(torchrun(2, SCRIPTS / "lightning_fit.py", tmp_path / name, 10))
 
-    def fsdp(name: str) -> list[str]:
-        program = Path(__file__).parent / "lightning" / "lightning_fsdp.py"
-        return [*torchrun(2), str(program), str(tmp_path / name), "10"]
+    def fsdp(name: str, *resumed: Path) -> int:
+        program = CONTRIB / "lightning" / "lightning_fsdp.py"
+        return run_to_its_end(torchrun(2, program, tmp_path / name, 10, *resumed))
 
-    assert run_to_its_end(ddp("ddp")) == run_to_its_end(fsdp("fsdp")) == 0
-    assert run_to_its_end([*fsdp("ddp_then_fsdp"), str(tmp_path / "ddp" / "step=5.ckpt")]) == 5
+    assert ddp("ddp") == fsdp("fsdp") == 0
+    assert fsdp("ddp_then_fsdp", tmp_path / "ddp" / "step=5.ckpt") == 5
     shutil.copytree(tmp_path / "fsdp" / "step=5.ckpt", tmp_path / "fsdp_then_ddp" / "step=5.ckpt")
-    assert run_to_its_end(ddp("fsdp_then_ddp")) == 5
+    assert ddp("fsdp_then_ddp") == 5
 
     monkeypatch.setenv("LIGHTNING_TP", "2")
-    assert run_to_its_end([*fsdp("fsdp_then_tp"), str(tmp_path / "fsdp" / "step=5.ckpt")]) == 5
+    assert fsdp("fsdp_then_tp", tmp_path / "fsdp" / "step=5.ckpt") == 5
 
     expected = megackpt.load_plain_tensors(tmp_path / "ddp" / "step=10.ckpt")
     for name in ("fsdp", "ddp_then_fsdp", "fsdp_then_ddp", "fsdp_then_tp"):

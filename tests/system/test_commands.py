@@ -21,6 +21,7 @@ from megackpt.testing.identical import difference
 from tests.core.face.test_convert import everything_in, saved
 from tests.support.effort import with_all
 from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
+from tests.system.examples.command_line import quiet, torchrun
 
 MEGACKPT = ["-m", "megackpt.cli"]
 
@@ -44,10 +45,8 @@ def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
 
 def on_two_ranks(*arguments: Path | str) -> Any:
     """Return what a command that torchrun starts on two ranks prints, as JSON: once."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, *MEGACKPT, *map(str, arguments), "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    command = torchrun(2, *MEGACKPT, *arguments, "--json")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=quiet({}))
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 
@@ -89,12 +88,9 @@ def script(tmp_path: Path) -> Path:
     return Path(shutil.copy(CI / "run", tmp_path / ".ci" / "run"))
 
 
-def test_a_part_runs_by_its_name(script: Path) -> None:
+def test_a_part_runs_by_its_name_and_only_the_newest_versions_may_fail(script: Path) -> None:
     done = run_ci(script, "quick")
     assert (done.returncode, "quick ran" in done.stdout) == (0, True)
-
-
-def test_only_the_newest_versions_may_fail(script: Path) -> None:
     for part in ("quick", "newest"):
         (script.parent / part).write_text("#!/bin/sh\nexit 1\n")
         (script.parent / part).chmod(0o755)

@@ -7,11 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,40 +21,41 @@ from megackpt.contrib.accelerate import AcceleratorState, load_state, newest, sa
 from megackpt.contrib.torch_state import TorchState, check_fsdp
 from megackpt.contrib.transformers import FOLDER, TrainerMixin, newest_checkpoint
 from megackpt.errors import NotACheckpointError, UnsupportedError
+from tests.system.examples.command_line import torchrun
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+ROWS = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
+TOKENS = [{"input_ids": row, "labels": row} for row in ROWS]
 
 
 class OurTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]  # no types
     pass
 
 
-def trainer(kind: type, root: Path, steps: int, *, model: Any = None, **chosen: Any) -> Any:
-    """A Trainer of a model with dropout, so that the random streams count."""
+def trainer(
+    kind: type,
+    root: Path,
+    steps: int,
+    *,
+    model: Any = None,
+    data: Any = TOKENS,
+    callbacks: Any = (),
+    **chosen: Any,
+) -> Any:
+    """A Trainer, by default of a model with dropout, so that the random streams count."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.3}
     model = model or transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
+    often = {"save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "seed": 1}
     arguments = transformers.TrainingArguments(
-        output_dir=str(root),
-        max_steps=steps,
-        logging_steps=1,
-        seed=1,
-        learning_rate=1e-2,
-        **{"save_steps": 2, "per_device_train_batch_size": 4, **quiet, **chosen},
+        output_dir=str(root), max_steps=steps, **{**quiet, **often, **chosen}
     )
-    return kind(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    return kind(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
 
 
 def losses(trained: Any) -> list[float]:
@@ -205,10 +205,8 @@ def test_a_folder_of_the_trainer_with_fsdp_is_resumed_with_fsdp(tmp_path: Path) 
 
 def fsdp_ranks(kind: str, root: Path) -> str:
     """Run this file on two ranks, as at its end; return the losses of a run."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, "-m", __name__, kind, str(root)], capture_output=True, text=True, check=False
-    )
+    launch = torchrun(2, "-m", __name__, kind, root)
+    done = subprocess.run(launch, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("losses ")]
     assert lines, done.stderr
     return lines[0]
@@ -261,44 +259,60 @@ def test_a_base_that_an_older_version_has_saved_is_loaded(tmp_path: Path) -> Non
     assert all(bool((value == 1).all()) for value in model.state_dict().values())
 
 
-def prepared(seed: int) -> tuple[Any, Any, Any]:
+class Run(NamedTuple):
+    """Two models, each with an optimizer, and a schedule, of an Accelerator of their own."""
+
+    accelerator: Any
+    models: list[nn.Module]
+    optimizers: list[Any]
+    schedule: Any
+
+
+def prepared(seed: int) -> Run:
     torch.manual_seed(seed)
     accelerator = accelerate.Accelerator(cpu=True)
-    accelerator._models.clear(), accelerator._optimizers.clear(), accelerator._schedulers.clear()
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    return accelerator, model, (optimizer, schedule)
+    models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), nn.Linear(4, 2)]
+    adamw = torch.optim.AdamW(models[0].parameters())
+    sgd = torch.optim.SGD(models[1].parameters(), lr=1e-3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(adamw, 1, 0.5)
+    *all_models, adamw, sgd, schedule = accelerator.prepare(*models, adamw, sgd, schedule)
+    return Run(accelerator, all_models, [adamw, sgd], schedule)
 
 
-def train(model: Any, parts: Any, steps: int) -> list[torch.Tensor]:
-    optimizer, schedule = parts
+def train(run: Run, steps: int) -> list[torch.Tensor]:
+    """Take steps with each optimizer; return copies of all parameters."""
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-        schedule.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+        for model, optimizer in zip(run.models, run.optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+        run.schedule.step()
+    return [parameter.detach().clone() for model in run.models for parameter in model.parameters()]
 
 
-def test_a_folder_of_accelerate_is_loaded_and_the_run_goes_on(tmp_path: Path) -> None:
-    accelerator, model, parts = prepared(0)
-    train(model, parts, 2)
-    accelerator.save_state(str(tmp_path / "step_2"))
-    expected = train(model, parts, 2)
-    accelerator, model, parts = prepared(1)
-    path = newest(tmp_path)
+@pytest.mark.parametrize("writer", ["megackpt", "accelerate"])
+def test_an_accelerator_goes_on_where_another_was(writer: str, tmp_path: Path) -> None:
+    run = prepared(0)
+    train(run, 2)
+    if writer == "accelerate":
+        run.accelerator.save_state(str(tmp_path / "step_2"))
+    else:
+        save_state(run.accelerator, tmp_path / "step_2")
+    expected, drawn = train(run, 2), torch.rand(2)
+
+    resumed, path = prepared(1), newest(tmp_path)
     assert path == str(tmp_path / "step_2")
-    resumed = load_state(accelerator, path)
-    assert (resumed, resumed.step) == ([], None)
-    assert all(map(torch.equal, train(model, parts, 2), expected))
+    loaded = load_state(resumed.accelerator, path)
+    assert (loaded, loaded.step) == ([], None)
+    assert resumed.schedule.get_last_lr() == [0.00025]
+    assert all(map(torch.equal, train(resumed, 2), expected))
+    assert torch.equal(torch.rand(2), drawn)
 
 
 def test_random_streams_that_a_folder_of_accelerate_lacks_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator, _, _ = prepared(0)
+    accelerator = prepared(0).accelerator
     accelerator.save_state(str(tmp_path / "step_2"))
     # As on the second of two ranks, whose file is not there.
     for name, number in (("num_processes", 2), ("process_index", 1)):
@@ -307,17 +321,19 @@ def test_random_streams_that_a_folder_of_accelerate_lacks_are_named(
     assert "step_2 has no random_states_1.pkl: random streams of this rank begin anew" in note
 
 
-def test_the_step_is_given_back(tmp_path: Path) -> None:
-    accelerator, _, _ = prepared(0)
+def test_a_folder_has_the_step_and_the_names_of_parameters_which_other_programs_can_read(
+    tmp_path: Path,
+) -> None:
+    accelerator = prepared(0).accelerator
     save_state(accelerator, tmp_path / "step_20", step=20)
-    save_state(accelerator, tmp_path / "without")
     assert load_state(accelerator, tmp_path / "step_20").step == 20
-    assert load_state(accelerator, tmp_path / "without").step is None
+    keys = set(megackpt.load_tensors_metadata(tmp_path / "step_20"))
+    assert {"model.0.weight", "model_1.bias", "optimizer.state.0.weight.exp_avg"} <= keys
 
 
 def test_the_newest_is_the_largest_number_that_is_whole(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
-    accelerator, _, _ = prepared(0)
+    accelerator = prepared(0).accelerator
     for name in ("step_9", "step_10"):
         save_state(accelerator, tmp_path / name)
     accelerator.save_state(str(tmp_path / "step_11"))
@@ -362,59 +378,12 @@ def train_with_fsdp(kind: str, root: Path) -> None:
         print("losses", losses(run), flush=True)
 
 
-if __name__ == "__main__":
-    train_with_fsdp(sys.argv[1], Path(sys.argv[2]))
-
-
-def step(models: list[nn.Module], optimizers: list[Any]) -> list[torch.Tensor]:
-    """Step with each optimizer; return copies of all parameters."""
-    for model, optimizer in zip(models, optimizers, strict=True):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
-
-
-def prepared_run(seed: int) -> tuple[Any, list[nn.Module], list[Any], Any]:
-    """Two models, each with an optimizer, and a schedule, of an Accelerator of their own."""
-    accelerate = pytest.importorskip("accelerate")
-    torch.manual_seed(seed)
-    accelerator = accelerate.Accelerator(cpu=True)
-    models = [nn.Linear(4, 3), nn.Linear(4, 2)]
-    adamw = torch.optim.AdamW(models[0].parameters())
-    sgd = torch.optim.SGD(models[1].parameters(), momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(adamw, 1, 0.5)
-    *all_models, adamw, sgd, schedule = accelerator.prepare(*models, adamw, sgd, schedule)
-    return accelerator, all_models, [adamw, sgd], schedule
-
-
-def test_an_accelerator_goes_on_where_another_was(tmp_path: Path) -> None:
-    accelerator, models, optimizers, schedule = prepared_run(0)
-    step(models, optimizers)
-    schedule.step()
-    save_state(accelerator, tmp_path / "step")
-    expected, drawn = step(models, optimizers), torch.rand(2)
-
-    resumed, models, optimizers, schedule = prepared_run(1)
-    assert load_state(resumed, tmp_path / "step") == []
-    assert schedule.get_last_lr() == [0.0005]
-    assert all(map(torch.equal, step(models, optimizers), expected))
-    assert torch.equal(torch.rand(2), drawn)
-
-
-def test_names_are_those_of_parameters_so_that_other_programs_can_read_them(tmp_path: Path) -> None:
-    accelerator, _, _, _ = prepared_run(0)
-    save_state(accelerator, tmp_path / "step")
-    keys = set(megackpt.load_tensors_metadata(tmp_path / "step"))
-    assert {"model.weight", "model_1.bias", "optimizer.state.weight.exp_avg"} <= keys
-
-
 def test_an_accelerator_over_a_framework_with_its_own_format_is_an_error() -> None:
-    kind = types.SimpleNamespace(name="DEEPSPEED")
+    kind = SimpleNamespace(name="DEEPSPEED")
     with pytest.raises(
         UnsupportedError, match=r"DEEPSPEED has a checkpoint format of its own: call accelerator\."
     ):
-        AcceleratorState(types.SimpleNamespace(distributed_type=kind))
+        AcceleratorState(SimpleNamespace(distributed_type=kind))
 
 
 def test_an_optimizer_over_two_models_is_an_error() -> None:
@@ -440,7 +409,7 @@ def test_a_folder_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_begins_anew_or_is_an_error(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path)) is None
     trainer = TrainerMixin()
-    trainer.args = types.SimpleNamespace(output_dir=str(tmp_path), world_size=2)
+    trainer.args = SimpleNamespace(output_dir=str(tmp_path), world_size=2)
     with pytest.raises(UnsupportedError, match=r"each rank would train a model of its own.*use_cpu=True"):
         trainer.train()  # the Trainer counts two processes, torch.distributed one
     trainer.args.world_size = 1
@@ -473,31 +442,20 @@ def before_step(kind: str, model: Any, number: int) -> None:
 
 
 def run_trainer(kind: str, root: Path, model: nn.Module, *, resumes: bool) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
-    from megackpt.contrib.transformers import TrainerMixin
-
-    class OurTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]  # no types
-        pass
-
     class Chosen(transformers.TrainerCallback):  # type: ignore[misc, name-defined]  # no types
         def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             before_step(kind, model, state.global_step)
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(root), max_steps=4, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
-        seed=1, learning_rate=0.1, weight_decay=0.1,
-    )  # fmt: skip
-    batches = [{"x": row} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(3))]
-    run = OurTrainer(model, arguments, train_dataset=batches, callbacks=[Chosen()])
+    rows = [{"x": row} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(3))]
+    decayed = {"learning_rate": 0.1, "weight_decay": 0.1}
+    run = trainer(OurTrainer, root, 4, model=model, data=rows, callbacks=[Chosen()], **decayed)
     run.train(resume_from_checkpoint=resumes)
     if not resumes:
         shutil.rmtree(root / "checkpoint-4")
 
 
 def run_accelerator(kind: str, root: Path, model: nn.Module, *, resumes: bool) -> None:
-    accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
-    accelerator._models.clear(), accelerator._optimizers.clear(), accelerator._schedulers.clear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     if resumes:
@@ -522,3 +480,7 @@ def test_a_run_goes_on_bit_for_bit_whatever_it_trains(run: Any, kind: str, tmp_p
     run(kind, tmp_path / "run", again, resumes=True)
     weights = whole.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
+
+
+if __name__ == "__main__":
+    train_with_fsdp(sys.argv[1], Path(sys.argv[2]))

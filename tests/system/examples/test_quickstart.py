@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "index.md"
 
 def run_quickstart(ranks: int, directory: Path) -> str:
     run = subprocess.run(
-        torchrun(ranks, QUICKSTART, []),
+        torchrun(ranks, QUICKSTART),
         env=quiet({}),
         cwd=directory,
         capture_output=True,

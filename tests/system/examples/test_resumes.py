@@ -13,7 +13,6 @@ from typing import Any
 
 import pretrain_t5
 import pytest
-import torch
 from training.arguments import Arguments
 from training.schedule import CosineSchedule
 
@@ -21,6 +20,7 @@ from megackpt import Checkpointer, load_common_state_dict, load_plain_tensors
 from megackpt.testing.ranks import RankPool
 from megackpt.training.parallel import ParallelLayout
 from tests.support.effort import sampled
+from tests.support.huggingface_folders import assert_same_tensors
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET, S3Server, options_for
 from tests.support.writers import saver_of
 from tests.system.examples.training_runs import (
@@ -63,13 +63,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     whole, parts = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
     assert list(parts) == list(whole) == list(range(1, STEPS + 1))
     assert parts == whole  # loss, gradient norm, learning rate and samples of every step, with ==
-    last = f"iter_{STEPS:07d}"
-    expected, actual = (
-        load_plain_tensors(tmp_path / "whole" / last),
-        load_plain_tensors(tmp_path / "parts" / last),
-    )
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    last = [load_plain_tensors(tmp_path / name / f"iter_{STEPS:07d}") for name in ("parts", "whole")]
+    assert_same_tensors(*last)
 
 
 PHASES = (  # two steps each
@@ -131,17 +126,6 @@ def flags_of(schedule: CosineSchedule) -> list[str]:
     return [f"--steps={schedule.steps}", *(f"--{name}={value}" for name, value in numbers.items())]
 
 
-def rates(directory: Path) -> list[float]:
-    return [measured["lr"] for measured in metrics_of(directory).values()]
-
-
-def weight_decay_at(directory: Path, step: int) -> float:
-    """Return what a step was trained with, as its checkpoint says."""
-    common = load_common_state_dict(directory / f"iter_{step:07d}")
-    decay: float = common["optimizer"]["param_groups"]["matrices"]["weight_decay"]
-    return decay
-
-
 # Which: the given schedule, flags, the one that is followed, what the note says, and the weight decay then.
 SCHEDULES: dict[str, tuple[CosineSchedule, str, CosineSchedule, list[str], float]] = {
     "the same": (STORED, "--weight-decay=0.3", STORED, [], 0.3),
@@ -168,13 +152,15 @@ def test_the_schedule_goes_on_where_it_was_or_as_asked_for_and_reported(
     train(rank_pool, "PP2xDP2", run, data, *flags_of(STORED), "--exit-after=4", "--weight-decay=0.3")
     train(rank_pool, "1 rank", run, data, *flags_of(asked_for), flag)
     expected = [STORED.at(step) for step in range(1, 5)]
-    assert rates(run) == [*expected, *(followed.at(step) for step in range(5, asked_for.steps + 1))]
+    expected += [followed.at(step) for step in range(5, asked_for.steps + 1)]
+    assert [measured["lr"] for measured in metrics_of(run).values()] == expected
     starts = events_of(run, "start")
     assert [start["step"] for start in starts] == [0, 4]
     assert [saved["step"] for saved in events_of(run, "save")] == [4, asked_for.steps]
     assert ("schedule is followed" in starts[1]["note"]) == bool(texts)
     assert all(text in starts[1]["note"] for text in texts)
-    assert weight_decay_at(run, asked_for.steps) == decay
+    common = load_common_state_dict(run / f"iter_{asked_for.steps:07d}")
+    assert common["optimizer"]["param_groups"]["matrices"]["weight_decay"] == decay
 
 
 def test_warm_up_then_half_a_cosine_to_the_minimum() -> None:

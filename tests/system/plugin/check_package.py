@@ -146,14 +146,12 @@ def test_a_package_does_not_replace_our_object_stores() -> None:
 CONFIG = {"model_type": "nano", "vocab": 5, "width": 3}
 
 
-def test_it_is_known_by_name_and_by_model_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert family("nano") is NANO
-    assert family_of(CONFIG) is NANO
+def test_it_is_known_by_model_type_and_its_map_loads_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert family("nano") is family_of(CONFIG) is NANO
     assert main(["maps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["families"]["nano"] == ["nano"]
-
-
-def test_its_map_is_shown_and_loads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = torch.randn(3, 5)
     save_file({"embed": torch.randn(5, 3), "head": head}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
