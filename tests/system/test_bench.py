@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from megackpt.cli.benchmark.state import (
     make_model,
     make_state,
     spoil,
-    state_nbytes,
 )
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import save_strategy
@@ -40,7 +38,8 @@ from tests.benchmarks.peers.digests import _no_digests
 from tests.benchmarks.peers.run import Figure, PeerReport, PeerSettings
 from tests.benchmarks.peers.states import invert, make_small_model
 from tests.benchmarks.peers.tracing import Tracer, traced_load, traced_store, traced_strategy
-from tests.benchmarks.peers.world import joined, run_peers
+from tests.benchmarks.peers.world import run_peers
+from tests.support.counting import CountingStore
 from tests.support.docs import ROOT
 from tests.support.effort import tries_all, with_all
 
@@ -311,12 +310,6 @@ def test_a_state_that_is_inverted_differs_everywhere_and_twice_is_as_before() ->
     assert first_difference(state, right) is None
 
 
-def test_the_small_state_is_200_arrays_of_1_kib() -> None:
-    state = make_state(make_small_model(), GridLayout(dp=2), 1, torch.float32)
-    assert [shard.data.nbytes for shard in state.shards] == [1024] * 200
-    assert state_nbytes(make_small_model(), torch.float32) == 200 * 1024
-
-
 def test_a_report_survives_json_and_its_ratios_are_those_of_medians() -> None:
     rows = (
         Row(case="save", who=RAW_DIRECT, nbytes=100, seconds=(1.0,)),
@@ -367,29 +360,19 @@ def test_a_goal_is_met_at_its_bound_and_not_beyond() -> None:
     assert on_disk["save, throughput of 8 ranks to that of 1", ""] is True
 
 
-class _Counting(LocalStore):
-    """Counts the bytes that it is asked for."""
-
-    asked = 0
-
-    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        self.asked += out.nbytes
-        return super().stream_into(name, offset_bytes, out)
-
-
 def test_the_system_counts_as_read_what_the_store_was_asked_for(tmp_path: Path) -> None:
     state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.arange(1 << 21))}
     megackpt.save(state, tmp_path)
     half = torch.zeros(1 << 20, dtype=torch.int64)
     for _ in range(2):  # the first load imports modules, which are files too
-        store = _Counting(tmp_path)
+        store = CountingStore(tmp_path)
         before = page_cache.read_bytes()
         megackpt.load({"w": megackpt.ShardedTensor.from_rank_offsets("w", half, (0, 1, 2))}, store)
         after = page_cache.read_bytes()
     assert before is not None
     assert after is not None
-    assert store.asked >= half.nbytes
-    assert store.asked <= after - before < 1.02 * store.asked
+    assert store.nbytes >= half.nbytes
+    assert store.nbytes <= after - before < 1.02 * store.nbytes
 
 
 def test_a_goal_within_noise_of_its_bound_is_neither_met_nor_missed() -> None:
@@ -402,16 +385,6 @@ def test_a_goal_within_noise_of_its_bound_is_neither_met_nor_missed() -> None:
     assert (goal.is_met, goal.measurement, goal.verdict) == (None, "6 % +- 2", "too close to tell")
     assert replace(goal, doubt=0.5).verdict == "NOT MET"
     assert replace(goal, measured=None).verdict == "not measured"
-
-
-def test_what_another_world_has_measured_is_added_to_a_report() -> None:
-    here = _report((Row(case="save", who="megackpt"),), (Figure(name="a", who="megackpt", value=1, unit=""),))
-    there = _report((Row(case="save, 8 ranks", who="megackpt"),))
-    both = joined(here, replace(there, machine={"scaling_ranks": 6, "spent_s": {"scaling": 2.0}}))
-    assert [row.case for row in both.rows] == ["save", "save, 8 ranks"]
-    assert both.figures == here.figures
-    spent = {"small": 1.0, "scaling": 2.0}
-    assert both.machine == {"has_cold_files": True, "scaling_ranks": 6, "spent_s": spent}
 
 
 def test_the_peak_of_memory_is_that_of_the_work_and_not_an_earlier_one() -> None:
