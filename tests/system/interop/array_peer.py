@@ -13,7 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,19 @@ def start(flags: list[str]) -> None:
     _peer[:] = [f.removeprefix("--as=") for f in flags if f.startswith("--as=")]
 
 
-def run(job: Job) -> str:
-    """Write or read one checkpoint, all ranks together; return a remark."""
-    peers: dict[tuple[str, str], Callable[[Job, list[Array]], str]] = {
-        ("megackpt", "write"): write_megackpt,
-        ("megackpt", "read"): read_megackpt,
-        ("dcp", "write"): write_dcp,
-        ("dcp", "read"): read_dcp,
-        ("tensorstore", "write"): write_zarr,
-        ("tensorstore", "read"): read_zarr,
-        ("zarr", "write"): write_zarr,
-        ("zarr", "read"): read_zarr,
+def run(job: Job) -> None:
+    """Write or read one checkpoint, all ranks together."""
+    peers = {
+        "megackpt": (write_megackpt, read_megackpt),
+        "dcp": (write_dcp, read_dcp),
+        "tensorstore": (write_zarr, read_zarr),
+        "zarr": (write_zarr, read_zarr),
     }
+    write, read = peers[_peer[0]]
     arrays = arrays_of(job.kind, naming=job.naming, optimizer_format=job.optimizer_format)
-    return peers[_peer[0], job.op](job, arrays)
+    if _peer[0] == "dcp":  # its modules are cut over dp like their optimizers
+        arrays = [replace(array, flat=job.kind == "distopt") for array in arrays]
+    (write if job.op == "write" else read)(job, arrays)
 
 
 def coordinates(job: Job) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -92,7 +90,7 @@ def flat_range(numel: int, rank: int, size: int) -> slice:
     return slice(borders[rank], borders[rank + 1])
 
 
-def write_megackpt(job: Job, arrays: list[Array]) -> str:
+def write_megackpt(job: Job, arrays: list[Array]) -> None:
     import megackpt
 
     state: dict[str, Any] = dict(common())
@@ -105,10 +103,9 @@ def write_megackpt(job: Job, arrays: list[Array]) -> str:
             step = torch.tensor(float(STEP))
             state[key] = megackpt.ShardedTensor.from_rank_offsets(key, step, replica_id=dist.get_rank())
     megackpt.save(state, job.path, (job.backend, job.version))
-    return ""
 
 
-def read_megackpt(job: Job, arrays: list[Array]) -> str:
+def read_megackpt(job: Job, arrays: list[Array]) -> None:
     """Load the arrays at a layout, those of a distributed optimizer as flat ranges; compare."""
     import megackpt
 
@@ -116,7 +113,6 @@ def read_megackpt(job: Job, arrays: list[Array]) -> str:
     loaded = megackpt.load({key: entity for key, (entity, _) in declared.items()}, job.path)
     for key, (_, expected) in declared.items():
         check_equal(loaded[key], expected, key)
-    return f"{sum(e.numel() for _, e in declared.values())} values compared"
 
 
 # ---- torch.distributed.checkpoint -------------------------------------------------------------------------
@@ -140,17 +136,15 @@ def as_dtensor(job: Job, array: Array, value: torch.Tensor) -> Any:
     return distribute_tensor(value, _meshes[shape], placements, src_data_rank=None)
 
 
-def write_dcp(job: Job, arrays: list[Array]) -> str:
+def write_dcp(job: Job, arrays: list[Array]) -> None:
     """Save a module and its AdamW as get_model_state_dict and get_optimizer_state_dict give them."""
     import torch.distributed.checkpoint as dcp
 
-    module, optimizer, state = dcp_state(job, arrays)
-    del module, optimizer
+    _, _, state = dcp_state(job, arrays)
     dcp.save(state, checkpoint_id=job.path)
-    return ""
 
 
-def read_dcp(job: Job, arrays: list[Array]) -> str:
+def read_dcp(job: Job, arrays: list[Array]) -> None:
     """Load with DCP: into a module and its AdamW by DCP's names, else into DTensors by key; compare."""
     import torch.distributed.checkpoint as dcp
 
@@ -171,7 +165,6 @@ def read_dcp(job: Job, arrays: list[Array]) -> str:
                 check_equal(states["step"], torch.tensor(float(STEP)), f"optim.state.{name}.step")
     for key, value in expected.items():
         check_equal(tensors[key].to_local(), value, key)
-    return f"{sum(e.numel() for e in expected.values())} values compared"
 
 
 def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any, Any, dict[str, Any]]:
@@ -180,12 +173,10 @@ def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any
 
     by_key = {a.key: a for a in arrays}
     module = torch.nn.Module()
-    flat = job.kind == "distopt"
     for array in arrays:
         if array.key.startswith("model."):
             value = torch.zeros_like(array.value()) if zero else array.value()
-            cut = replace(array, flat=flat)
-            add_parameter(module, array.value_key, as_dtensor(job, cut, value))
+            add_parameter(module, array.value_key, as_dtensor(job, array, value))
     state: dict[str, Any] = {"model": dcp_state_dict.get_model_state_dict(module)}
     if job.kind == "model":
         return module, None, state
@@ -195,7 +186,7 @@ def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any
     optimizer.step()
     with torch.no_grad():
         for name, param in module.named_parameters():
-            own = replace(by_key[f"model.{name}"], flat=flat)
+            own = by_key[f"model.{name}"]
             param.copy_(as_dtensor(job, own, torch.zeros_like(own.value()) if zero else own.value()))
     state["optim"] = dcp_state_dict.get_optimizer_state_dict(module, optimizer)
     for name, states in state["optim"]["state"].items():
@@ -220,7 +211,7 @@ def add_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> No
 # ---- zarr -------------------------------------------------------------------------------------------------
 
 
-def write_zarr(job: Job, arrays: list[Array]) -> str:
+def write_zarr(job: Job, arrays: list[Array]) -> None:
     """Write each array with one chunk for each block of the layout, and the files that name the format."""
     tp, dp, pp = coordinates(job)
     if dist.get_rank() == 0:
@@ -237,20 +228,16 @@ def write_zarr(job: Job, arrays: list[Array]) -> str:
         if dp[0] == 0 and (array.tp_dim is not None or tp[0] == 0) and (array.layers or pp[0] == 0):
             put(job, array, where)
     dist.barrier()
-    return ""
 
 
-def read_zarr(job: Job, arrays: list[Array]) -> str:
+def read_zarr(job: Job, arrays: list[Array]) -> None:
     tp, _, pp = coordinates(job)
-    count = 0
     for array in arrays:
         where = array.part(tp, pp)
         expected = array.value()[where]
         bits = torch.from_numpy(get(job, array, where)).reshape(-1)
         if not torch.equal(bits, expected.contiguous().reshape(-1).view(bits.dtype)):
             raise ValueError(f"{array.key}: elements differ")
-        count += expected.numel()
-    return f"{count} values compared"
 
 
 def numpy_of(array: Array, where: tuple[slice, ...]) -> Any:

@@ -1,8 +1,8 @@
 """What a peer is asked to do, and the process that does it on its ranks.
 
 A peer is a program: `python peer.py JOBS.json RESULTS.json [flags]`. It starts its ranks once, does every
-job on all of them and writes one result for each job. Imported by every peer in its own environment, so it
-knows torch only.
+job on all of them and writes the error of each job, or "". Imported by every peer in its own environment, so
+it knows torch only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -39,19 +39,15 @@ class Job:
     pp: int = 1  # size of pipeline parallelism
     optimizer_format: str = ""  # what Megatron-Core calls the sharding type of its distributed optimizer
     same_layout: bool = False  # the checkpoint was written at this layout (reading)
-    has_common: bool = True  # the checkpoint has the oracle's common state
-    has_objects: bool = True  # the checkpoint has an object of each rank
+    by_megatron: bool = True  # the checkpoint has the oracle's common state, and an object of each rank
     version: int = 1  # version of the backend
     naming: str = "megatron"  # whose names the arrays have: `megatron` or `dcp`
 
     def dp(self, ranks: int) -> int:
         return ranks // (self.tp * self.pp)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def main(start: Callable[[list[str]], None], run: Callable[[Job], str]) -> None:
+def main(start: Callable[[list[str]], None], run: Callable[[Job], None]) -> None:
     """Do the jobs of a file on four ranks, as the command line of a peer says.
 
     Where ranks fail differently, some wait for others that will never come: then all are ended, and new ones
@@ -60,7 +56,7 @@ def main(start: Callable[[list[str]], None], run: Callable[[Job], str]) -> None:
     jobs_file, results_file, *flags = sys.argv[1:]
     ranks = next((int(f.removeprefix("--ranks=")) for f in flags if f.startswith("--ranks=")), RANKS)
     count = len(json.loads(Path(jobs_file).read_text()))
-    results: list[dict[str, str]] = []
+    results: list[str] = []
     while len(results) < count:
         with tempfile.TemporaryDirectory(prefix="interop-") as folder:
             _run_ranks(ranks, (Path(sys.argv[0]).stem, jobs_file, len(results), flags, folder))
@@ -81,21 +77,18 @@ def _run_ranks(count: int, args: tuple[Any, ...]) -> None:
         process.join()
 
 
-def _collect(folder: Path, ranks: int, most: int) -> list[dict[str, str]]:
-    """Return the outcomes of the jobs that were begun: of each job the first error, or what rank 0 said."""
-    message = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(ranks)]
-    begun = min(max(1, *map(len, message)), most)
-    if not any(message):
+def _collect(folder: Path, ranks: int, most: int) -> list[str]:
+    """Return of each job that was begun the first error that a rank reported."""
+    of_ranks = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(ranks)]
+    if not any(of_ranks):
         sys.exit("no rank began a job: see above")
-    missing = {"remark": "", "error": "a rank ended, or waited for the others, without a word"}
-    of_jobs = [[(lines[n] if n < len(lines) else missing) for lines in message] for n in range(begun)]
-    return [
-        next(
-            (o for o in outcomes if o["error"] and o is not missing),
-            max(outcomes, key=lambda o: o is missing),
-        )
-        for outcomes in of_jobs
-    ]
+    begun = min(max(1, *map(len, of_ranks)), most)
+    errors = []
+    for number in range(begun):
+        reported = [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
+        silent = "" if len(reported) == ranks else "a rank ended, or waited for the others, without a word"
+        errors.append(next(filter(None, reported), silent))
+    return errors
 
 
 def _lines(file: Path) -> list[str]:
@@ -113,9 +106,8 @@ def _rank(rank: int, ranks: int, module: str, jobs: str, first: int, flags: list
     peer = importlib.import_module(module)
     peer.start(flags)
     for number, job in enumerate(json.loads(Path(jobs).read_text())[first:]):
-        outcome = _outcome(peer.run, Job(**job))
         with open(f"{folder}/{rank}", "a") as file:
-            file.write(json.dumps(outcome) + "\n")
+            file.write(json.dumps(_error_of(peer.run, Job(**job))) + "\n")
         store.set(f"{number}/{rank}", b"done")
         try:
             store.wait([f"{number}/{other}" for other in range(ranks)], timedelta(seconds=PATIENCE_S))
@@ -131,8 +123,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _outcome(run: Callable[[Job], str], job: Job) -> dict[str, str]:
+def _error_of(run: Callable[[Job], None], job: Job) -> str:
     try:
-        return {"remark": run(job), "error": ""}
+        run(job)
     except BaseException as error:  # noqa: BLE001 - DCP's CheckpointException is not an Exception
-        return {"remark": "", "error": f"{traceback.format_exc()}\n{type(error).__name__}: {error}"}
+        return f"{traceback.format_exc()}\n{type(error).__name__}: {error}"
+    return ""

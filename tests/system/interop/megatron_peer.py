@@ -41,10 +41,10 @@ def start(flags: list[str]) -> None:
     pretend()
 
 
-def run(job: Job) -> str:
-    """Write or read one checkpoint, all ranks together; return a remark."""
+def run(job: Job) -> None:
+    """Write or read one checkpoint, all ranks together."""
     world = World(job)
-    return world.write() if job.op == "write" else world.read()
+    (world.write if job.op == "write" else world.read)()
 
 
 class World:
@@ -60,29 +60,24 @@ class World:
         self.model = build_model(job)
         self.optimizer = build_optimizer(job, self.model) if job.kind != "model" else None
 
-    def write(self) -> str:
+    def write(self) -> None:
         """Fill everything from the oracle and save."""
         from megatron.core import dist_checkpointing
 
         if self.optimizer is not None:
             take_a_step(self.optimizer, steps=STEP)
-        fill_model(self.declare_model(), check=False)
+        fill_model(self.model.sharded_state_dict(), check=False)
         if self.optimizer is not None:
-            fill_optimizer(self.optimizer, self.declare_model(), check=False)
+            fill_optimizer(self.optimizer, self.model.sharded_state_dict(), check=False)
         state = self.declare(is_loading=False)
         if dist.get_rank() == 0:
             os.makedirs(self.job.path, exist_ok=True)
         dist.barrier()
-        strategy = (self.job.backend, self.job.version)
-        kwargs = (
-            {"content_metadata": self.content_metadata()}
-            if takes(dist_checkpointing.save, "content_metadata")
-            else {}
-        )
-        dist_checkpointing.save(state, self.job.path, strategy, **kwargs)
-        return ""
+        content = {"distrib_optim_sharding_type": self.job.optimizer_format, "singleton_local_shards": False}
+        metadata = {"content_metadata": content} if takes(dist_checkpointing.save, "content_metadata") else {}
+        dist_checkpointing.save(state, self.job.path, (self.job.backend, self.job.version), **metadata)
 
-    def read(self) -> str:
+    def read(self) -> None:
         """Load into a model and an optimizer with other values; compare bit for bit with the oracle."""
         from megatron.core import dist_checkpointing
 
@@ -93,36 +88,29 @@ class World:
         self.model.load_state_dict(loaded["model"], strict=True)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded["optimizer"])
-        compared = fill_model(self.declare_model(), check=True)
+        fill_model(self.model.sharded_state_dict(), check=True)
         if self.optimizer is not None:
-            compared += fill_optimizer(self.optimizer, self.declare_model(), check=True)
-        if self.job.has_common:
-            compared += check_common(loaded)
-        if self.job.has_objects and self.job.same_layout:
-            compared += check_common({"rng_state": loaded["rng_state"]}, rng_state(dist.get_rank()))
-        return f"{compared} values compared"
-
-    def declare_model(self) -> dict[str, Any]:
-        return self.model.sharded_state_dict()  # type: ignore[no-any-return]
+            fill_optimizer(self.optimizer, self.model.sharded_state_dict(), check=True)
+        if self.job.by_megatron:
+            compare({key: loaded.get(key) for key in common()}, common(), "")
+        if self.job.by_megatron and self.job.same_layout:
+            compare(loaded["rng_state"], rng_state(dist.get_rank()), "rng_state")
 
     def declare(self, *, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state dict of everything, as a training script builds it."""
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        model = self.declare_model()
+        model = self.model.sharded_state_dict()
         state: dict[str, Any] = {"model": model}
         if not is_loading:
             state.update(common())
         if self.optimizer is not None:
             state["optimizer"] = declare_optimizer(self.optimizer, model, self.job, is_loading)
-        if self.job.has_objects and (not is_loading or self.job.same_layout):
+        if self.job.by_megatron and (not is_loading or self.job.same_layout):
             rank, ranks = dist.get_rank(), dist.get_world_size()
             data = None if is_loading else rng_state(rank)
             state["rng_state"] = ShardedObject("rng_state", data, (ranks,), (rank,), replica_id=0)
         return state
-
-    def content_metadata(self) -> dict[str, Any]:
-        return {"distrib_optim_sharding_type": self.job.optimizer_format, "singleton_local_shards": False}
 
 
 def build_model(job: Job) -> Any:
@@ -271,22 +259,19 @@ def expected_of(entity: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill_model(declared: dict[str, Any], *, check: bool) -> int:
-    """Fill the model's tensors, or compare them; return the number of elements."""
-    count = 0
+def fill_model(declared: dict[str, Any], *, check: bool) -> None:
+    """Fill the model's tensors, or compare them."""
     for entity in entities_of(declared):
         expected = expected_of(entity, entity.data.dtype)
         if check:
             check_equal(entity.data.detach(), expected, entity.key)
         else:
             entity.data.copy_(expected)
-        count += expected.numel()
-    return count
 
 
 @torch.no_grad()
-def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> int:
-    """Fill, or compare, main parameters and moments; return the number of elements."""
+def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> None:
+    """Fill, or compare, main parameters and moments."""
     leaves = [e for e in all_leaves(declared) if getattr(e, "data", None) is not None]
     by_param = {id(e.data): e for e in leaves}
     count = 0
@@ -310,7 +295,6 @@ def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> 
                 raise ValueError(f"step of a group is {group['step']}, not {STEP}")
     if count == 0:
         raise ValueError("the optimizer has no state")
-    return count
 
 
 def whole_state(entity: Any, param: torch.Tensor, name: str) -> torch.Tensor:
@@ -345,16 +329,6 @@ def all_leaves(declared: Any) -> list[Any]:
     if isinstance(declared, (list, tuple)):
         return [e for value in declared for e in all_leaves(value)]
     return [declared]
-
-
-def check_common(loaded: dict[str, Any], expected: Any = None) -> int:
-    """Compare common state with what was saved; return the number of values."""
-    if expected is not None:
-        random_state = loaded["rng_state"]
-        compare({"rng_state": random_state}, {"rng_state": expected}, "")
-        return 1
-    compare({k: loaded.get(k) for k in common()}, common(), "")
-    return len(common())
 
 
 def compare(actual: Any, expected: Any, path: str) -> None:

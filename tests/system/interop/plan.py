@@ -1,7 +1,4 @@
-"""Which checkpoints are written, by whom, and who reads them at which layout.
-
-Lists the cells, and what is known of those that cannot pass. Pure.
-"""
+"""Which checkpoints are written, by whom, who reads them at which layout, and what cannot pass. Pure."""
 
 from __future__ import annotations
 
@@ -97,12 +94,6 @@ FLAT, DTENSORS = "flat ranges", "sharded DTensors"
 TORCH_DIST: Backend = ("torch_dist", 1)
 ZARR_1: Backend = ("zarr", 1)
 ZARR_3: Backend = ("zarr", 3)
-READERS: dict[Backend, tuple[str, ...]] = {
-    TORCH_DIST: (MEGACKPT, DCP, NEW, OLD),
-    ZARR_1: (MEGACKPT, OLD, TENSORSTORE, ZARR2, ZARR3),
-    ZARR_3: (MEGACKPT, TENSORSTORE, ZARR3),
-}
-
 KNOWN_BUG = (
     "its own bug: an assertion fails where a rank has two flat ranges of one chunk, in torch_dist only",
     "AssertionError",
@@ -226,16 +217,6 @@ def unsupported_reason(written: Written, reader: Program) -> tuple[str, str]:
     if reader is STOCK_ZARR3 and has_bfloat16 and written.backend == ZARR_1:
         return "zarr 3 does not know bfloat16 (the other dtypes pass)", "No Zarr data type found"
     return "", ""
-
-
-def unread(written: Written, peer: str) -> str:
-    if written.form in (*ONLY_DP, *FIXED) and peer not in FORMS:
-        return "it holds buckets of Megatron-Core's optimizer, not parameters"
-    if written.form and peer in FORMS and written.form not in (*FORMS[peer], FLAT, DTENSORS):
-        return "it has no such format"
-    if written.naming == "dcp":
-        return "its models ask for other keys"
-    return "arrays only, without what its models and optimizers keep besides"
 
 
 def unwritten(written: Written) -> tuple[str, str]:
