@@ -180,7 +180,7 @@ def _load_differently(directory: str) -> dict[str, tuple[str, float]]:
         asked = {"w": replica(0.0, 1 << 20, key=key, rank=rank)}
         return lambda: load(asked, directory, options=options, **arguments)
 
-    given = {"exchange_group": None if rank else both}
+    grouped = {"exchange_group": None if rank else both}
     save({"w": replica(1.0, 1 << 20, key="w", rank=rank)}, directory)
     acts: dict[str, Callable[[], object]] = {
         "ranks 0 and 1 differ in cpu_transfer": loaded("two_stage", more={"cpu_transfer": rank == 1}),
@@ -188,8 +188,8 @@ def _load_differently(directory: str) -> dict[str, tuple[str, float]]:
         "MismatchError: .*ranks plan different exchanges": loaded(
             "all_to_all", more={"exchange_bytes": (1 + rank) << 20}
         ),
-        "Rank 0 failed while preparing the load: exchange_group is given": loaded(**given),
-        "ranks 0 and 1 differ in whether they give an exchange_group": loaded("all_to_all", **given),
+        "Rank 0 failed while preparing the load: exchange_group is given": loaded(**grouped),
+        "ranks 0 and 1 differ in whether they give an exchange_group": loaded("all_to_all", **grouped),
         "the exchange_group of rank 0 is not that of each of its members": loaded(
             "all_to_all", exchange_group=own[1] if rank else both
         ),

@@ -209,9 +209,9 @@ def load_to(directory: Path, device: str, way: Any, cpu_transfer: bool) -> int:
     """Return how many broadcasts went from device to device on this rank."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    place = "cpu" if device == "as if on a device" else device
-    megackpt.save(state(place, True), directory)
-    wanted = state(place, False)
+    real_device = "cpu" if device == "as if on a device" else device
+    megackpt.save(state(real_device, True), directory)
+    wanted = state(real_device, False)
     sent = []
     plain = DeviceGroup.broadcast
 
@@ -222,13 +222,13 @@ def load_to(directory: Path, device: str, way: Any, cpu_transfer: bool) -> int:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(DeviceGroup, "broadcast", counted))
-        if place != device:
+        if real_device != device:
             patches.enter_context(patch.object(exchange, "_has_device", lambda wanted: b"device"))
         options = LoadOptions(exchange=way, exchange_bytes=1 << 20, cpu_transfer=cpu_transfer)
         megackpt.load(wanted, directory, options=options, exchange_group=dist.group.WORLD)
-    for key, true in state(place, True).items():
+    for key, true in state(real_device, True).items():
         assert torch.equal(wanted[key].data, true.data)
-    assert all(kind == place for kind in sent)
+    assert all(kind == real_device for kind in sent)
     return len(sent)
 
 
