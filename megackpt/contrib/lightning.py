@@ -33,10 +33,11 @@ from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.checkpoint.removal import is_leftover
 from megackpt.engine.saving.save_request import save_request
 from megackpt.entities import ShardedObject, ShardedStateDict
-from megackpt.errors import NotACheckpointError, UnsupportedError
+from megackpt.errors import MissingKeyError, NotACheckpointError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.options import AsyncOptions, SaveOptions
 from megackpt.run.collective import load, save
+from megackpt.run.local import load_sharded_metadata
 from megackpt.storage import LocalStore, absolute_path
 
 log = logging.getLogger(__name__)
@@ -169,12 +170,20 @@ class _SavedByAllRanks:
         """Fill the model, and the optimizers if the Trainer fits it; return all else. Collective.
 
         Raises:
-            NotACheckpointError: Lightning itself wrote it, or nothing is there.
+            NotACheckpointError: Lightning itself or MegackptIO wrote it, or nothing is there.
+            MissingKeyError: the Trainer fits, and only the model was saved.
         """
         if self._directories is not None:
             self._directories.wait()
         path = Path(cast(Any, self).broadcast(checkpoint_path))
         if path.exists() and not (path / MANIFEST).exists():
+            inside = sorted(path.glob(f"*/{MANIFEST}"))
+            if inside:
+                raise NotACheckpointError(
+                    f"{path} is a folder with checkpoints in it. Name one of them, such as "
+                    f"{inside[-1].parent}.",
+                    path=str(path),
+                )
             raise NotACheckpointError(
                 f"{path} is no checkpoint of megackpt: it has no {MANIFEST}. If it is a .ckpt file of "
                 f"Lightning, resume it once with the plugin MegackptIO, or with the "
@@ -183,7 +192,16 @@ class _SavedByAllRanks:
             )
         torch_state = self._torch_state()
         state = {**torch_state.sharded_state_dict(is_loading=True), _REST: self._rest(None)}
-        loaded = load(state, path)
+        try:
+            loaded = load(state, path)
+        except MissingKeyError as error:
+            if any(entity.key == _REST for entity in load_sharded_metadata(path).values()):
+                raise
+            raise NotACheckpointError(
+                f"{path} was not saved by a strategy of megackpt. If MegackptIO saved it, resume it with "
+                f"that plugin and another strategy.",
+                path=str(path),
+            ) from error
         torch_state.load_models(loaded)
         torch_state.load_optimizers(loaded)
         rest: dict[str, Any] = loaded[_REST]
@@ -247,8 +265,18 @@ class MegackptIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the whole state in host memory; Lightning moves it to devices. Called on every rank."""
+        """Return the whole state in host memory; Lightning moves it to devices. Called on every rank.
+
+        Raises:
+            NotACheckpointError: a strategy of megackpt wrote it, or nothing is there.
+        """
         loaded: dict[str, Any] = load({}, path, group=SingleProcess())
+        if _MODEL not in loaded:
+            raise NotACheckpointError(
+                f"{path} was not saved by MegackptIO: it has no {_MODEL!r}. If a strategy of megackpt "
+                f"saved it, resume it with MegackptDDPStrategy or MegackptModelParallelStrategy.",
+                path=str(path),
+            )
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:

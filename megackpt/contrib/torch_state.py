@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.entities.sharded_tensor import KeptIfMissing
-from megackpt.errors import NotACheckpointError, UnsupportedError, truncated_list
+from megackpt.errors import MissingKeyError, NotACheckpointError, UnsupportedError, truncated_list
 from megackpt.ground.wrappers import INNER_WRAPPERS
 from megackpt.training.optim import initialise_state
 from megackpt.training.optim.param_groups import ParamGroup, chosen_options, match_unnamed_groups
@@ -106,10 +106,19 @@ class TorchState:
         name all three.
 
         Raises:
+            MissingKeyError: the checkpoint has no optimizer.
             MismatchError: the parameters of a group were in several groups, or those of several in one.
         """
         for position, (optimizer, model) in enumerate(self._optimizers):
-            stored = loaded[_name("optimizer", position)]
+            key = _name("optimizer", position)
+            stored = loaded[key]
+            if "param_groups" not in stored:
+                raise MissingKeyError(
+                    f"{key!r}: the checkpoint has no state of this optimizer; only models were saved, as "
+                    f"with save_weights_only of Lightning. Load the models alone, and begin with a new "
+                    f"optimizer.",
+                    key=key,
+                )
             if _has_flat_params(model):
                 set_optimizer_state_dict(model, optimizer, stored)
             else:

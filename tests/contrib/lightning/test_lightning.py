@@ -119,6 +119,30 @@ def test_a_checkpoint_of_lightning_itself_is_an_error_and_stays(
         assert (tmp_path / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("saved", "resumed_with", "text"),
+    [
+        ({}, {"plugins": [MegackptIO()]}, "was not saved by MegackptIO.* MegackptDDPStrategy"),
+        ({"weights_only": True}, {"strategy": "ours"}, "no state of this optimizer; only models were saved"),
+        ({"plugins": [MegackptIO()]}, {"strategy": "ours"}, "If MegackptIO saved it, resume it with that"),
+        ({"above": True}, {"strategy": "ours"}, r"Name one of them, such as .*a\.ckpt"),
+    ],
+    ids=["by a strategy", "without an optimizer", "by MegackptIO", "a folder of checkpoints"],
+)
+def test_a_checkpoint_that_another_plugin_has_saved_names_that_plugin(
+    saved: dict[str, Any], resumed_with: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    data = DataLoader(torch.ones(2, 4))
+    how = {"plugins": saved["plugins"]} if "plugins" in saved else {"strategy": MegackptDDPStrategy()}
+    trainer = Trainer(devices=1, max_epochs=1, enable_checkpointing=False, **how, **QUIET)
+    trainer.fit(Regression(), data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=saved.get("weights_only", False))
+    how = resumed_with if "plugins" in resumed_with else {"strategy": MegackptDDPStrategy()}
+    again = Trainer(devices=1, max_epochs=2, enable_checkpointing=False, **how, **QUIET)
+    with pytest.raises(CheckpointError, match=text):
+        again.fit(Regression(), data, ckpt_path=tmp_path if "above" in saved else tmp_path / "a.ckpt")
+
+
 def test_a_run_goes_on_from_a_file_of_lightning_as_lightning_does(own: Path) -> None:
     ended = []
     for plugins in ([], [MegackptIO()]):
