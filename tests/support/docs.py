@@ -219,6 +219,8 @@ def options_page() -> str:
 
 def _section(name: str, receivers: str, message: dict[str, str], defaults: dict[str, str]) -> str:
     lines = [f"## {name}", "", f"Given to {receivers}.", "", "| name | default | meaning |", "|---|---|---|"]
+    missing = sorted(defaults.keys() - message.keys())
+    assert not missing, f"{name}: the docstring has no line for {missing}"
     rows = [f"| `{option}` | {default} | {message[option]} |" for option, default in defaults.items()]
     return "\n".join([*lines, *rows, ""])
 
@@ -289,6 +291,7 @@ def _option(option: click.Option) -> str:
         value = "|".join(option.type.choices)
     shown = names if option.is_flag else f"{names} {value}"
     default = f" Default: `{option.default}`." if option.show_default else ""
+    assert option.help, f"{shown} has no help text"
     cells = (f"`{shown}`", f"{option.help}{default}")
     return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
