@@ -10,7 +10,9 @@ An error of megackpt, of the system or of usage is printed as one line on stderr
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import json
 import os
 import sys
@@ -27,6 +29,7 @@ from megackpt.errors import (
     IntegrityError,
     MismatchError,
     NotACheckpointError,
+    StorageError,
 )
 from megackpt.storage.error_translation import storage_error
 
@@ -48,10 +51,31 @@ COMMANDS = {
 }
 """The one-line help of each command, by its name, which is also the name of its module in this package."""
 
+_OTHER_WORDS = {
+    "check": "verify",
+    "compare": "diff",
+    "delete": "gc",
+    "export": "convert",
+    "fix": "repair",
+    "help": "--help",
+    "import": "convert",
+    "info": "inspect",
+    "prune": "gc",
+    "remove": "gc",
+    "rm": "gc",
+    "show": "inspect",
+    "status": "ls",
+    "unpin": "pin --remove",
+    "validate": "verify",
+    "version": "--version",
+}
+"""Names of commands of other tools, with ours."""
+
 FAILED_CHECK = 1
 BAD_INPUT = 2
 UNREADABLE = 3
 INTERRUPTED = 130  # as shells report SIGINT
+CLOSED_PIPE = 141  # as shells report SIGPIPE
 
 _INTERRUPTED_TEXT = (
     "interrupted. What was not finished is not a checkpoint. Run the same command again to go on."
@@ -124,7 +148,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the first argument names. The error for an unknown one names similar ones."""
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            similar = get_close_matches(args[0], COMMANDS)
+            ours = _OTHER_WORDS.get(args[0])
+            similar = get_close_matches(args[0], COMMANDS) if ours is None else [ours]
             advice = f"Did you mean {', '.join(similar)}?" if similar else f"There are {', '.join(COMMANDS)}."
             ctx.fail(f"There is no command {args[0]!r}. {advice}")
         return super().resolve_command(ctx, args)
@@ -151,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; arguments are those of the process if None."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
+    if sys.stdout is None:  # closed by the shell: >&-
+        sys.stdout = io.StringIO()
     try:
         code = commands.main(args=words, prog_name="megackpt", standalone_mode=False)
     except click.ClickException as error:
@@ -162,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         _print_error(error, str(error), as_json=as_json)
         return _exit_code(error)
+    except SystemExit:  # of click and rich, when the reader of the pipe has gone, as in `| head -1`
+        return CLOSED_PIPE
     except OSError as error:  # outside of stores, which translate theirs
         translated = storage_error(error, action="use", path=str(error.filename or "a file"))
         _print_error(translated, str(translated), as_json=as_json)
@@ -221,7 +250,9 @@ def is_rank_0() -> bool:
 
 
 def _exit_code(error: CheckpointError) -> int:
-    if isinstance(error, _CHECKS):
+    # A store that has lost a file of a committed checkpoint is reached, and the checkpoint is incomplete.
+    is_lost = isinstance(error, StorageError) and error.errno == errno.ENOENT
+    if is_lost or isinstance(error, _CHECKS):
         return FAILED_CHECK
     return UNREADABLE if isinstance(error, _UNREADABLE) else BAD_INPUT
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import click
 
 from megackpt.cli.entry import EPILOG, FAILED_CHECK, print_result, wants_json
 from megackpt.cli.locations import check_run_root
 from megackpt.cli.output import ProgressBars, counted, listed
+from megackpt.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from megackpt.run.checkpointer.root import RunRoot
 
 
 @click.command(name="rollback", epilog=EPILOG)
@@ -31,6 +37,7 @@ def command(root: str, step: int, *, remove: bool, yes: bool) -> int:
         run = RunRoot(root)
         tree = run.tree()
         steps = steps_after(step, [*tree.line, *tree.abandoned], where=root)
+        _check_sizes(run, step)
     do = "remove" if remove else "move aside"
     if steps and not yes:
         if wants_json() or not sys.stdin.isatty():
@@ -49,6 +56,27 @@ def command(root: str, step: int, *, remove: bool, yes: bool) -> int:
     result = {"root": root, "latest": newest, "steps": list(steps), "moved_to": aside, "removed": remove}
     print_result(result, _text(root, steps, newest, aside))
     return 0 if newest == step else FAILED_CHECK
+
+
+def _check_sizes(run: RunRoot, step: int) -> None:
+    """Check that the step that a restart is to take has all its files.
+
+    Raises:
+        IntegrityError: a file is missing or has a wrong size, or the commit is damaged.
+    """
+    from megackpt.cli.run_steps import wrong_size
+    from megackpt.engine.checkpoint.steps import step_name
+
+    files = run.directories.files(step_name(step)) or ()
+    with closing(run.directories.open(step_name(step))) as store:
+        damage = wrong_size(store, {file.name: file.nbytes for file in files})
+    if damage:
+        where = run.location(step)
+        raise IntegrityError(
+            f"{where} is damaged, so a restart could not load it: {damage}. Nothing was changed. Repair it "
+            f"with `megackpt repair {where}`, or name another step: `megackpt ls` lists them.",
+            path=where,
+        )
 
 
 def _text(root: str, steps: tuple[int, ...], newest: int | None, aside: str | None) -> str:

@@ -6,10 +6,11 @@ Formats find the faults of their own files, `megackpt.engine.verification.verify
 from __future__ import annotations
 
 import contextlib
+import errno
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megackpt.errors import CheckpointError
+from megackpt.errors import CheckpointError, StorageError
 from megackpt.storage import Store
 
 
@@ -45,16 +46,38 @@ class Damage:
 
 
 def damage_of(error: CheckpointError, *, location: str, file: str = "") -> Damage:
-    """Return an error as damage.
+    """Return an error of a check as damage. Arguments are those of `described_error`.
+
+    Raises:
+        StorageError: it is the error, because this user may not read the file: that is no damage.
+    """
+    raise_if_denied(error)
+    return described_error(error, location=location, file=file)
+
+
+def raise_if_denied(error: CheckpointError) -> None:
+    """Raise an error again if it says that this user may not read a file: nothing is known about the file.
+
+    Raises:
+        StorageError: it is the error.
+    """
+    if isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM):
+        raise error
+
+
+def described_error(error: CheckpointError, *, location: str, file: str = "") -> Damage:
+    """Return any error, with the file that it names.
 
     Args:
-        error: raised by a check.
+        error: raised by a read.
         location: of the store.
-        file: the damaged file, if the error names none.
+        file: the file, if the error names none.
     """
     path = error.path or ""
     relative = path.removeprefix(f"{location}/") if path.startswith(f"{location}/") else ""
-    return Damage(what=" ".join(str(error).split()), file=relative or file, key=error.key)
+    is_lost = relative and isinstance(error, StorageError) and error.errno == errno.ENOENT
+    what = "it is missing" if is_lost else " ".join(str(error).split())
+    return Damage(what=what, file=relative or file, key=error.key)
 
 
 def size_of(store: Store, name: str) -> int | None:
@@ -69,7 +92,12 @@ def size_of(store: Store, name: str) -> int | None:
 
 
 def why_not_found(store: Store, name: str, error: CheckpointError) -> str:
-    """Return why a file cannot be looked up: "it is missing", or the text of the error that this raised."""
+    """Return why a file cannot be looked up: "it is missing", or the text of the error that this raised.
+
+    Raises:
+        StorageError: it is the error, because this user may not look the file up.
+    """
+    raise_if_denied(error)
     with contextlib.suppress(CheckpointError):
         if not store.exists(name):
             return "it is missing"

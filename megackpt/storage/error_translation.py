@@ -32,6 +32,11 @@ _ADVICE = {
     "exported the directory again. Try again.",
     errno.ETIMEDOUT: "The network file system did not answer in time: check its server and the connection.",
 }
+_ADVICE_ON_LOST_FILES = (
+    "It does not exist: check the path, and that nobody moved or deleted it. `megackpt verify` lists all "
+    "files that a checkpoint lacks."
+)
+_READS = ("look up", "open", "read")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,6 +53,8 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
     code = errno.errorcode.get(error.errno, "") if error.errno is not None else ""
     if error.errno in _DISK_FULL:
         advice = _advice_on_space(path, nbytes)
+    elif error.errno == errno.ENOENT and action in _READS:
+        advice = _ADVICE_ON_LOST_FILES
     else:
         advice = _ADVICE.get(error.errno or 0, "Check the file system and try again.")
         file = _non_directory_in(path) if error.errno == errno.ENOTDIR else path

@@ -12,7 +12,7 @@ from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError
-from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.damage import Damage, described_error
 from megackpt.formats.registry import load_strategy, save_strategy
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.options import VerifyOptions
@@ -103,7 +103,7 @@ class RepairSearch:
             manifests = ((copy, _manifest_of(copy)) for copy in self._copies)
             if not any(m is not None and _is_same_save(copy, m, self._store) for copy, m in manifests):
                 raise
-            what = damage_of(error, location=self._store.location, file=MANIFEST).what
+            what = described_error(error, location=self._store.location, file=MANIFEST).what
             return RepairState(self._store, (Damage(file=MANIFEST, what=what),))
 
     def verify(self, view: Store) -> tuple[Damage, ...]:
@@ -111,7 +111,7 @@ class RepairSearch:
         try:
             return verify_checkpoint(view, self._options, self._progress).damages
         except CheckpointError as error:
-            return (damage_of(error, location=view.location, file=MANIFEST),)
+            return (described_error(error, location=view.location, file=MANIFEST),)
 
     def repair(self, state: RepairState) -> RepairState:
         """Return the state with as many repairs as can be found."""

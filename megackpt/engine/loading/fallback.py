@@ -28,7 +28,7 @@ from megackpt.errors import (
     truncated_list,
 )
 from megackpt.formats.contents import Chunks, Contents, Part, RawRanges
-from megackpt.formats.damage import damage_of
+from megackpt.formats.damage import described_error
 from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.plans.metadata import ChunkTable
@@ -155,7 +155,7 @@ class FallbackSource:
             if not _may_be_same_save(self._store, store):
                 self._unusable.append(f"{_name_of(copy)} holds another save")
                 continue
-            damage = damage_of(error, location=self.location)
+            damage = described_error(error, location=self.location)
             notice(
                 log, f"{damage.file} cannot be opened, and that of {store.location} is used: {damage.what}"
             )
@@ -208,7 +208,7 @@ class FallbackSource:
                 except CheckpointError as failure:
                     failures.append(f"{replacement.name}: {failure}")
                     continue
-                damage = damage_of(error, location=self.location)
+                damage = described_error(error, location=self.location)
                 self.record(RecoveredBytes(source=replacement.name, why=damage.what, file=damage.file))
                 return value
             raise self.error_of_all(error, failures) from error

@@ -25,7 +25,7 @@ from megackpt.engine.data.workers import run_jobs
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, MissingExtraError, UnknownClassError
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.formats.contents import Borrow, Chunks, Contents, Part, RawRanges
-from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.damage import Damage, damage_of, raise_if_denied
 from megackpt.formats.strategy import WholeFile
 from megackpt.options import VerifyOptions
 from megackpt.plans.metadata import ChunkTable
@@ -276,6 +276,7 @@ class ByteCheck:
         return None
 
     def _add_damage(self, part: Part, error: CheckpointError) -> None:
+        raise_if_denied(error)
         # Key, file and bytes are fields of the damage, so its text leaves them out.
         has_digest = self._chunks.block_bytes > 1 and isinstance(error, IntegrityError)
         why = f"the {_DIFFER}" if has_digest else " ".join(str(error).split())

@@ -177,6 +177,34 @@ def test_a_directory_without_permission_is_bad_input(here: Path, command: str, c
     assert "check the owner and mode" in message
 
 
+@pytest.mark.parametrize("command", ["verify whole", "verify whole --deep", "repair whole"])
+@pytest.mark.parametrize("closed", ["whole/data", "whole/data/*", "whole/index*"])
+def test_a_file_without_permission_is_bad_input_and_not_damage(
+    here: Path, command: str, closed: str, cli: CommandLine
+) -> None:
+    main(command.split())  # modules that it imports may be out of reach below
+    for path in here.glob(closed):
+        path.chmod(0)
+    with without_rights():
+        assert "Permission denied" in cli.err(*command.split(), code=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("inspect run/iter_0000001", "lists all files that a checkpoint lacks"),
+        ("diff run/iter_0000001 whole", "lists all files that a checkpoint lacks"),
+        ("rollback run 1 --yes", "so a restart could not load it"),
+    ],
+)
+def test_a_step_that_has_lost_a_file_is_damaged_in_every_command(
+    here: Path, command: str, text: str, cli: CommandLine
+) -> None:
+    next(here.glob("run/iter_0000001/index*")).unlink()
+    assert text in cli.err(*command.split(), code=1)
+    assert Path("run/iter_0000002").is_dir()
+
+
 WRONG_CALLS = {
     BAD_INPUT: [
         ("plan llama3-8b --from foo", "'foo' is not an axis with its size. Write one as tp8,pp16,dp128"),
@@ -202,6 +230,8 @@ WRONG_CALLS = {
         ("inspect whole --limit x", "'x' is not a valid integer"),
         ("gc run", "Give the steps to keep"),
         ("lst run", "Did you mean"),
+        ("rm run", "Did you mean gc"),
+        ("version", "Did you mean --version"),
         ("rolback run 1", "Did you mean rollback"),
         ("ls run --follow --json", "--follow prints lines until"),
         ("ls run --tail", "No such option"),
