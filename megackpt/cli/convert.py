@@ -20,7 +20,7 @@ from megackpt.cli.entry import (
     unsafe_pickle_option,
 )
 from megackpt.cli.locations import check_directory, check_target, checkpoint_location
-from megackpt.cli.output import ProgressBars
+from megackpt.cli.output import ProgressBars, counted
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.storage import expanded_path, is_url, opened_store
 
@@ -282,17 +282,19 @@ def _check_folder(path: str) -> None:
 
 
 def _copy_text(target: str, report: CopyReport) -> str:
-    objects = "" if report.origin or report.map else f" and {report.objects} objects"
+    objects = "" if report.origin or report.map else f" and {counted(report.objects, 'object')}"
     origin = f", from {report.origin}" if report.origin else ""
     by_map = f", by the map {report.map}" if report.map else ""
     lines = "".join(f"\n  left out: {what}" for what in report.left_out)
     other_tensors = ""
     if report.map and len(report.left_out) > 10:  # thousands of names would say no more
         other_tensors, lines = f" ({len(report.left_out)} tensors left out)", ""
+    chunks = f"{decimal(report.nbytes)} in {counted(report.chunks, 'chunk')}"
+    # Formats other than ours store the tensors of plain state dicts in common state.
+    content = f"{counted(report.arrays, 'array')}{objects}, {chunks}, and common state"
     return (
-        f"{target}: {report.arrays} arrays{objects}, {decimal(report.nbytes)} in {report.chunks} chunks"
-        f"{other_tensors}{origin}, as {report.backend} version {report.version}{by_map}; {_checked(report)}."
-        f"{lines}"
+        f"{target}: {content}{other_tensors}{origin}, as {report.backend} version {report.version}"
+        f"{by_map}; {_checked(report)}.{lines}"
     )
 
 

@@ -70,7 +70,10 @@ def command(
         )
     has_keys = difference.compared or difference.only_first or difference.only_second or difference.declared
     if keys and not has_keys:
-        raise click.UsageError(f"No key of {first} or {second} matches {', '.join(map(repr, keys))}.")
+        raise click.UsageError(
+            f"No key of {first} or {second} matches {', '.join(map(repr, keys))}. Leave --keys out to "
+            f"compare all; a glob matches whole keys, as '*weight*'."
+        )
     if wants_json():
         result = asdict(difference) | {"arrays": [_to_json(array) for array in difference.arrays]}
         print_json({"first": first, "second": second, "is_equal": difference.is_equal, **result})

@@ -270,7 +270,7 @@ class _Result:
         freed = decimal(self.freed_nbytes)
         verb = "would be freed" if self.dry_run else "freed"
         removed = counted(len(self.removed), "step")
-        show(f"{removed} {done}, {freed} {verb}; {counted(len(kept), 'step')} kept.")
+        show(f"{removed} {done}, {freed} of files {verb}; {counted(len(kept), 'step')} kept.")
         if self.damaged:
             kept_damaged = [step for step in self.damaged if step in kept]
             good = "no step" if self.undamaged is None else f"step {self.undamaged}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EPILOG, print_json, unsafe_pickle_option, wants_json
+from megackpt.cli.entry import EPILOG, note, print_json, unsafe_pickle_option, wants_json
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.output import ProgressBars, counted, limited_table, show, table_of
 from megackpt.ground.arguments import did_you_mean
@@ -36,6 +37,8 @@ _MAX_VALUE = 200  # characters of the value of a row
 def command(path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle: bool) -> None:
     """Show the content of the checkpoint in the directory PATH, without reading a tensor.
 
+    Step 100 of a run is ROOT/iter_0000100.
+
     Shows the commit; arrays and objects with dtype, shape, chunks and bytes; files; bytes by rank; common
     state. With --json all rows are printed.
     """
@@ -50,6 +53,9 @@ def command(path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle
             f"No key of {path} matches {', '.join(map(repr, keys))}. Leave --keys out to see all; a glob "
             f"matches whole keys, as '*weight*'.{meant}"
         )
+    for pattern in keys:
+        if not any(fnmatchcase(array.key, pattern) for array in summary.arrays):
+            note(f"No key of {path} matches {pattern!r}.")
     if wants_json():
         print_json(asdict(summary))
         return
@@ -64,9 +70,8 @@ def command(path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle
 
 def _tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
     ranks = "" if summary.world_size is None else f", saved by {counted(summary.world_size, 'rank')}"
-    title = (
-        f"{summary.location}: {summary.backend} version {summary.version}{ranks}, {decimal(summary.nbytes)}"
-    )
+    nbytes = f"{decimal(summary.nbytes)} of chunks"
+    title = f"{summary.location}: {summary.backend} version {summary.version}{ranks}, {nbytes}"
     fields = {name: value for name, value in summary.manifest.items() if not isinstance(value, dict)}
     yield table_of(title, [(name, str(value)) for name, value in sorted(fields.items())], left=("commit", ""))
     yield from _array_tables(summary, limit)

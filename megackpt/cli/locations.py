@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,19 @@ def check_directory(path: str) -> None:
         what = "is neither a directory nor a file. Name the directory of a checkpoint."
     else:
         what = (
-            "is not a checkpoint: there is no such directory. Check the path; `megackpt ls ROOT` lists the "
-            "steps of a run."
+            f"is not a checkpoint: there is no such directory.{_step_meant(path)} Check the path; `megackpt "
+            "ls ROOT` lists the steps of a run, and step 100 is ROOT/iter_0000100."
         )
     raise NotACheckpointError(f"{path} {what}", path=path)
+
+
+def _step_meant(path: str) -> str:
+    """Return a question that names the directory of a step, if the path ends with its number; or nothing."""
+    from megackpt.engine.checkpoint.steps import step_name
+
+    number = re.search(r"\d{1,18}$", path)
+    meant = Path(path).parent / step_name(int(number[0])) if number else None
+    return f" Did you mean {meant}?" if meant is not None and Path(expanded_path(str(meant))).is_dir() else ""
 
 
 def check_target(path: str) -> None:

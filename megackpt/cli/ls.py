@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EPILOG, print_json, print_result, wants_json
+from megackpt.cli.entry import EPILOG, INTERRUPTED, print_json, print_result, wants_json
 from megackpt.cli.output import ProgressBars, counted, show, table_of
 from megackpt.cli.run_steps import Step, age_as_text, list_steps
 from megackpt.storage import is_url
@@ -20,12 +20,29 @@ _EVERY_S = 5.0  # between two looks
 
 
 def follow_steps(look: Callable[[], Sequence[Step]], show: Callable[[str], None]) -> None:
-    """Print the last step, then each new one, until the process is interrupted."""
+    """Print the last step, then each new one, and once when the next is late; until it is interrupted."""
     seen: dict[int, float] = {}
+    reported = 0  # the step after which none came in time
     while True:
         for line in new_lines(look(), seen, now=time.time()):
             show(line)
+        last = max(seen, key=lambda step: seen[step], default=0)
+        if last != reported and (line := late_line(seen, now=time.time())):
+            show(line)
+            reported = last
         time.sleep(_EVERY_S)
+
+
+def late_line(seen: Mapping[int, float], *, now: float) -> str:
+    """Return that no step came within twice the time between the last two; empty if that is not so. Pure.
+
+    Arguments are those of `new_lines`.
+    """
+    (before, _), (last, step) = ([(0.0, 0)] * 2 + sorted((when, step) for step, when in seen.items()))[-2:]
+    if not before or now < last + 2 * (last - before):
+        return ""
+    late = age_as_text(now - last - (last - before))
+    return f"{_clock(now)}  no step since step {step}: the next was due {late} ago. Look at the job"
 
 
 def new_lines(steps: Sequence[Step], seen: dict[int, float], *, now: float) -> Iterator[str]:
@@ -74,22 +91,25 @@ def _clock(seconds: float) -> str:
 @click.command(name="ls", epilog=EPILOG)
 @click.argument("root", metavar="[ROOT]", default=".")
 @click.option("--follow", is_flag=True, help="Go on: print a line for each new step, until interrupted.")
-def command(root: str, *, follow: bool) -> None:
+def command(root: str, *, follow: bool) -> int:
     """List the steps that a Checkpointer keeps in ROOT, a directory or a URL, oldest first.
 
     Without ROOT, take the present directory. An incomplete step is the leftover of a save that did not
     finish, or is still being written. It is never loaded. The latest step is the one that a restart takes. A
     step is damaged if files are missing or have a wrong size; `megackpt verify ROOT --all --deep` reads the
-    bytes. Steps that a run left behind when it went back to an older one are abandoned.
+    bytes. Steps that a run left behind when it went back to an older one are abandoned. The column `files`
+    has the bytes of all files of a step; verify and inspect count those of chunks.
 
-    --follow prints when each step was committed, how long its save took, its size, and when the next one is
-    due, if saves go on at the same distance.
+    --follow prints when each step was committed, how long its save took, the bytes of its files, and when the
+    next one is due, if saves go on at the same distance. It says so when that one is late.
     """
     if follow and wants_json():
         raise click.UsageError("--follow prints lines until it is interrupted; --json is one document.")
     if follow:
-        follow_steps(lambda: list_steps(root), show)
-        return
+        try:
+            follow_steps(lambda: list_steps(root), show)
+        except KeyboardInterrupt:
+            return INTERRUPTED  # without a text: nothing was left unfinished
     with ProgressBars("reading the steps") as bars:
         steps = list_steps(root, bars)
     latest = next((step.step for step in steps if step.latest), None)
@@ -99,10 +119,11 @@ def command(root: str, *, follow: bool) -> None:
         _show(root, steps)
     else:
         print_result({}, f"{root}: no steps.{_hint_of_empty(root)}")
+    return 0
 
 
 def _show(root: str, steps: Sequence[Step]) -> None:
-    columns = ("age", "size", "ranks")
+    columns = ("age", "files", "ranks")
     left = ["step", "state", "format", "metrics"]
     rows = [list(_cells(step)) for step in steps]
     if any(step.branch for step in steps):

@@ -36,8 +36,8 @@ def command(path: str, *, deep: bool, all_steps: bool, allow_unsafe_pickle: bool
     All damage is listed, with file, bytes, key and chunk.
 
     With --all, PATH is the root of a run. Each step is a row: whole, undamaged (in what was checked),
-    damaged, incomplete or unreadable, and whether parity files repair it. The last line names the newest good
-    step.
+    damaged, incomplete or unreadable, and whether parity files repair it. The column `chunks` has the bytes
+    of arrays and objects. The last line names the newest good step.
     """
     if all_steps:
         return _verify_all(path, deep, allow_unsafe_pickle)

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.locations import check_run_root
 from megackpt.cli.output import ProgressBars, counted, show, table_of
+from megackpt.cli.run_steps import check_not_foreign
 from megackpt.errors import CheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def verify_steps(
     abandoned = {placed.step for placed in tree.abandoned}
     numbers = sorted({*steps.committed, *steps.incomplete})
     if not numbers:
+        check_not_foreign(root, run.directories.root)
         raise NotACheckpointError(
             f"{root} has no steps. Name the directory that a Checkpointer saves to.", path=root
         )
@@ -145,7 +147,7 @@ def show_steps(root: str, verdicts: Sequence[StepVerdict], latest: int | None, *
     """Print the verdicts, and which step is good."""
     rows = [_cells(verdict, latest) for verdict in verdicts]
     styles = [_STYLES.get(verdict.state, "red") for verdict in verdicts]
-    left, right = ("step", "state", "parity", "what is wrong"), ("size",)
+    left, right = ("step", "state", "parity", "what is wrong"), ("chunks",)
     show(table_of(root, rows, left=left, right=right, styles=styles))
     damaged = [v for v in verdicts if not v.is_good and v.state != "incomplete"]
     if not deep:

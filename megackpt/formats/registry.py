@@ -141,7 +141,8 @@ def _unknown(choice: str | Name) -> DeclarationError:
     """Return the error for a format that cannot be saved."""
     hint = " (it is only read)" if _chosen(choice) else ""
     name = choice[0] if isinstance(choice, tuple) and choice else choice
-    meant = did_you_mean(name, [backend for backend, _ in _names() if backend != name])
+    backends = {backend for backend, _ in _names()}
+    meant = "" if name in backends else did_you_mean(name, sorted(backends))
     return DeclarationError(
         f"No strategy saves format {choice!r}{hint}. Known are {_list_of_names()}.{meant}"
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.cli.ls import new_lines
+from megackpt.cli.ls import late_line, new_lines
 from megackpt.cli.run_steps import age_as_text, list_steps
 from megackpt.storage import ObjectStore
 from tests.support.command_line import CommandLine
@@ -79,7 +79,7 @@ def test_a_root_without_steps_is_fine_and_anything_else_is_not(
     assert "is not a directory" in cli.err("ls", tmp_path / "nowhere", code=3)
     assert "single checkpoint" in cli.err("ls", root / "iter_0000002", code=3)
     monkeypatch.chdir(root)
-    assert [step["step"] for step in cli.json("ls")["steps"]] == [1, 2, 3, 4]
+    assert cli.json("ls")["root"] == cli.json("ls", ".")["root"]
 
 
 def test_a_url_is_listed_as_a_directory_is(
@@ -384,6 +384,8 @@ def test_follow_shows_when_a_step_was_saved_how_long_it_took_and_when_the_next_i
     steps = [replace(steps[0], age_s=700.0), replace(steps[1], age_s=100.0, took_s=2.5)]
     seen: dict[int, float] = {}
     (line,) = new_lines(steps, seen, now=time.time())
+    assert late_line(seen, now=time.time() + 1000.0) == ""
+    assert "no step since step 2: the next was due 15 min ago" in late_line(seen, now=time.time() + 1400.5)
     assert "step 2 saved" in line
     assert "took 2.5 s; 10 min after the one before; next due" in line
     assert list(new_lines(steps, seen, now=time.time())) == []
