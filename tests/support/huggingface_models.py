@@ -84,14 +84,14 @@ def random_model(config: Any, seed: int) -> nn.Module:
     return randomised(model, seed)
 
 
-def randomised(model: nn.Module, seed: int) -> nn.Module:
+def randomised(model: nn.Module, seed: int, *, spread: float = 0.4) -> nn.Module:
     """Return a model whose weights, biases and norms are made random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             # Matrices keep the size of what they multiply; norms are 1 (0 if zero-centred) and some.
-            param.copy_(param + 0.4 * noise if param.ndim == 1 else noise / param.shape[-1] ** 0.5)
+            param.copy_(param + spread * noise if param.ndim == 1 else noise / param.shape[-1] ** 0.5)
             assert param.abs().max() > 0, name
     return model
 
@@ -211,20 +211,26 @@ def logits(config: GPTConfig, weights: Any, layout: ParallelLayout, sequence_par
 
 def logits_of(model: ModelChunks, config: GPTConfig, groups: ParallelGroups) -> Any:
     """Return the logits of `logits` of a model with weights."""
-    (chunk,) = model
     batch = token_ids(config.vocab_size).chunk(groups.dp.size)[groups.dp.rank]
-    inputs = own = context_share(batch, groups.cp, dim=1)
-    pp = groups.pp
+    out = _outputs(model, context_share(batch, groups.cp, dim=1), groups)
+    if out is None:
+        return None
+    return gather_context(out, groups.cp, dim=0).transpose(0, 1)[..., : config.vocab_size].numpy()
+
+
+def _outputs(model: ModelChunks, tokens: Tensor, groups: ParallelGroups) -> Tensor | None:
+    """Return the outputs `[s / cp, b, vocab]` for tokens of this rank, of ranks of the last stage."""
+    (chunk,) = model
+    inputs, pp = tokens, groups.pp
     with torch.no_grad():
-        if pp.rank > 0:
-            inputs = chunk.activation_buffer(own)
+        if not pp.is_first:
+            inputs = chunk.activation_buffer(tokens)
             dist.recv(inputs, pp.ranks[pp.rank - 1])
         out = chunk(inputs)
-        if pp.rank < pp.size - 1:
+        if not pp.is_last:
             dist.send(out.contiguous(), pp.ranks[pp.rank + 1])
             return None
-        whole = gather_context(gather_from(out, groups.tp), groups.cp, dim=0)
-    return whole.transpose(0, 1)[..., : config.vocab_size].numpy()
+        return gather_from(out, groups.tp)
 
 
 Build = Callable[..., ModelChunks]
@@ -260,16 +266,6 @@ def _gradient(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def randomise_encoder(model: nn.Module, seed: int) -> None:
-    """Give a model of transformers random weights, biases and norms."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            # Matrices keep the size of what they multiply; norms are 1 and some.
-            param.copy_(param + 0.3 * noise if param.ndim == 1 else noise / param.shape[-1] ** 0.5)
-
-
 class Answer(NamedTuple):
     """What one rank computes of a case: numpy's arrays."""
 
@@ -294,7 +290,8 @@ def run(
         fill(entities, {key: torch.from_numpy(array) for key, array in case.weights.items()})
         of_dp = MicroBatch(*(x.chunk(groups.dp.size)[groups.dp.rank] for x in case.batch))
         share = context_share_of(case.config, of_dp, groups.cp)
-        logits = _logits(model, share.tokens, groups, case.config.vocab_size) if layout.vpp == 1 else None
+        out = _outputs(model, share.tokens, groups) if layout.vpp == 1 else None
+        logits = None if out is None else out.transpose(0, 1)[..., : case.config.vocab_size].numpy()
         forward_backward(model, [share] * layout.pp, groups)
         boxes = gradient_boxes(model, entities, groups)
         answers.append(Answer(logits, [(*box[:3], box.data.numpy()) for box in boxes]))
@@ -317,20 +314,6 @@ def real_tokens(count: int, tokens: int, seed: int) -> Tensor:
     drawn[0] = 5  # fewer than there are in a half, or on a rank of cp
     is_real = torch.arange(tokens) < drawn.unsqueeze(1)
     return is_real.flip(1) if seed % 2 else is_real
-
-
-def _logits(model: ModelChunks, tokens: Tensor, groups: ParallelGroups, vocab_size: int) -> Any:
-    (chunk,) = model
-    inputs, pp = tokens, groups.pp
-    with torch.no_grad():
-        if not pp.is_first:
-            inputs = chunk.activation_buffer(tokens)
-            dist.recv(inputs, pp.ranks[pp.rank - 1])
-        out = chunk(inputs)
-        if not pp.is_last:
-            dist.send(out.contiguous(), pp.ranks[pp.rank + 1])
-            return None
-    return gather_from(out, groups.tp).transpose(0, 1)[..., :vocab_size].numpy()
 
 
 def check(

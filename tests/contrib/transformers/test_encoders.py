@@ -35,7 +35,7 @@ from tests.support.huggingface_models import (
     assert_close,
     case_of,
     check,
-    randomise_encoder,
+    randomised,
     real_tokens,
     run,
 )
@@ -69,7 +69,7 @@ def bert_of(seed: int) -> Any:
 def random_bert(seed: int) -> Any:
     """Return a random `BertForMaskedLM` of transformers."""
     model: Any = transformers.AutoModelForMaskedLM.from_config(bert_of(seed)).eval()
-    randomise_encoder(model, seed)
+    randomised(model, seed, spread=0.3)
     return model
 
 
@@ -81,7 +81,7 @@ def random_t5(seed: int) -> Any:
     config._attn_implementation = "eager"
     model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     untie(model, fields)
-    randomise_encoder(model, seed)
+    randomised(model, seed, spread=0.3)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith(".q.weight"):  # as T5 begins: it does not scale scores
@@ -214,7 +214,7 @@ def pooled(folder: Path, config: BertConfig, tokens: torch.Tensor, layout: Paral
 
 def test_a_bert_without_head_has_a_pooler_and_is_exported_so(rank_pool: RankPool, tmp_path: Path) -> None:
     model: Any = transformers.AutoModel.from_config(bert_of(0)).eval()
-    randomise_encoder(model, 0)
+    randomised(model, 0, spread=0.3)
     model.save_pretrained(tmp_path / "folder")
     fields = json.loads((tmp_path / "folder" / "config.json").read_text())
     config = for_cp(bert_config(fields, has_token_head=False))
