@@ -11,10 +11,15 @@ from megackpt.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def core_ranks() -> Iterator[RankPool]:
-    """Worker ranks that import Megatron-Core itself: what a worker has imported, it keeps."""
+def megatron_core() -> None:
+    """Skip what needs Megatron-Core where it is not installed."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not installed: pip install megatron-core==0.16.1")
+
+
+@pytest.fixture(scope="session")
+def core_ranks(megatron_core: None) -> Iterator[RankPool]:
+    """Worker ranks that import Megatron-Core itself: what a worker has imported, it keeps."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -9,8 +9,6 @@ what has to be in it.
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.contrib.megatron.megatron_stand_ins import answer
 from tests.system.interop import megatron_peer
 from tests.system.interop.jobs import Job
 from tests.system.interop.megatron_peer import (
@@ -93,18 +92,15 @@ class Rank:
 def overlapped_gradients() -> Iterator[None]:
     """Let models be built with many buckets of gradients, which Megatron-Core makes for overlap only."""
     config = distributed.DistributedDataParallelConfig
-    sizes = megatron_peer.BUCKET_SIZE, megatron_peer.HIDDEN
-    megatron_peer.BUCKET_SIZE, megatron_peer.HIDDEN = 1000, 40  # 40 elements leave a bucket to be padded
-    distributed.DistributedDataParallelConfig = partial(_overlapped, config)
-    try:
+
+    def overlapped(**options: Any) -> Any:
+        return config(**{**options, "overlap_grad_reduce": True})
+
+    with (
+        mock.patch.object(distributed, "DistributedDataParallelConfig", overlapped),
+        mock.patch.multiple(megatron_peer, BUCKET_SIZE=1000, HIDDEN=40),  # so that a bucket is to be padded
+    ):
         yield
-    finally:
-        distributed.DistributedDataParallelConfig = config
-        megatron_peer.BUCKET_SIZE, megatron_peer.HIDDEN = sizes
-
-
-def _overlapped(config: Any, **options: Any) -> Any:
-    return config(**{**options, "overlap_grad_reduce": True})
 
 
 @contextmanager
@@ -112,14 +108,12 @@ def offloaded(fraction: float) -> Iterator[None]:
     """Let optimizers be built with `--optimizer-cpu-offload`, for a fraction of the parameters."""
     options = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction, "pin_cpu_grads": False}
     options |= {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": False}
-    config, hybrid = optimizer.OptimizerConfig, optimizer.HybridDeviceOptimizer
-    divide = hybrid._get_sub_optimizer_param_groups
-    optimizer.OptimizerConfig = partial(config, **options)
-    hybrid._get_sub_optimizer_param_groups = devices_seen(divide)
-    try:
+    hybrid, divide = optimizer.HybridDeviceOptimizer, "_get_sub_optimizer_param_groups"
+    with (
+        mock.patch.object(optimizer, "OptimizerConfig", partial(optimizer.OptimizerConfig, **options)),
+        mock.patch.object(hybrid, divide, devices_seen(getattr(hybrid, divide))),
+    ):
         yield
-    finally:
-        optimizer.OptimizerConfig, hybrid._get_sub_optimizer_param_groups = config, divide
 
 
 def devices_seen(divide: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,21 +150,13 @@ def elements_sent() -> Iterator[list[int]]:
 
         return called
 
-    names = [name for name in ("all_gather", "gather", "all_gather_into_tensor", "broadcast", "send")]
-    calls = {name: getattr(dist, name) for name in names}
-    for name in names:
-        setattr(dist, name, counting(calls[name]))
-    try:
+    names = ("all_gather", "gather", "all_gather_into_tensor", "broadcast", "send")
+    with mock.patch.multiple(dist, **{name: counting(getattr(dist, name)) for name in names}):
         yield sent
-    finally:
-        for name in names:
-            setattr(dist, name, calls[name])
 
 
-def main() -> None:
-    """Run every case; rank 0 writes the answers."""
-    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo")
+def main(folder: Path) -> dict[str, Any]:
+    """Run every case; return the answers of rank 0. Collective."""
     answers: dict[str, Any] = {}
     for tp in (1, 2):
         rank = Rank(tp)
@@ -184,8 +170,11 @@ def main() -> None:
             both = [str(folder / f"{form}-{tp}-{backend}") for form in FORMS]
             if dist.get_rank() == 0:
                 compared = megackpt.diff(*both)
-                answer = {"equal": compared.is_equal, "compared": compared.compared, "text": str(compared)}
-                answers[f"difference at tp {tp} in {backend}"] = answer
+                answers[f"difference at tp {tp} in {backend}"] = {
+                    "equal": compared.is_equal,
+                    "compared": compared.compared,
+                    "text": str(compared),
+                }
         for form, written, of_tp in itertools.product(FORMS, FORMS, (1, 2)[:tp]):
             path = str(folder / f"{written}-{of_tp}-torch_dist")
             answers[f"{written} of tp {of_tp} read as {form} at tp {tp}"] = rank.load(form, path)
@@ -210,11 +199,8 @@ def main() -> None:
     answers["buckets with padding"] = sum(b.grad_data.numel() > b.numel_unpadded for b in buffer.buckets)
     answers["padded buckets read at tp 1"] = rank.load("ranges", path)
     answers["padded buckets read at tp 2"] = Rank(2, overlap=True).load("ranges", path)
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(answers))
-    dist.barrier()
-    dist.destroy_process_group()
+    return answers
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

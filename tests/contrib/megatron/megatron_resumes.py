@@ -10,7 +10,6 @@ ones, on torch in place of kernels; `stand_for_emerging_optimizers` gives Muon i
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.contrib.megatron.megatron_stand_ins import stand_for_emerging_optimizers
+from tests.contrib.megatron.megatron_stand_ins import answer, stand_for_emerging_optimizers
 from tests.system.interop.jobs import Job
 from tests.system.interop.megatron_peer import build_model, build_optimizer, parts_of, start
 
@@ -148,18 +147,12 @@ def resume(form: str, folder: Path) -> dict[str, Any]:
     return answers
 
 
-def main() -> None:
-    """Resume each form; rank 0 writes the answers."""
-    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo")
+def main(folder: Path) -> dict[str, Any]:
+    """Resume each form; return the answers. Collective."""
     with use_fused_adam(sys.argv[3]) if sys.argv[3:] else nullcontext():
         forms = FORMS_OF_FUSED_ADAM if sys.argv[3:] else FORMS_OF_MUON
-        answers = {form: resume(form, folder) for form in forms}
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(answers))
-    dist.barrier()
-    dist.destroy_process_group()
+        return {form: resume(form, folder) for form in forms}
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

@@ -15,23 +15,27 @@ with: it keeps `step` in its groups, not in each parameter's state. With torch's
 And Megatron-Core 0.12 calls a private function of torch, `_write_item`, that from torch 2.7 on wants to be
 told how to serialize; it is told what 0.13 and later tell it.
 
-`EmptyModules` stand for packages that code imports and does not use here.
+`EmptyModules` stand for packages that code imports and does not use here. `answer` is what programs of ranks
+in this folder have in common.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.overrides import TorchFunctionMode
 
@@ -50,6 +54,20 @@ class CudaIsTheCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(torch.device("cpu") if str(a).startswith("cuda") else a for a in args)
         return func(*args, **kwargs)
+
+
+def answer(work: Callable[[Path], Any]) -> None:
+    """Do the work of one rank, in the folder that is the first argument; rank 0 writes its answer.
+
+    The second argument is the file of the answer.
+    """
+    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    answers = work(folder)
+    if dist.get_rank() == 0:
+        results.write_text(json.dumps(answers))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def pretend() -> None:

@@ -4,7 +4,7 @@ The wheels of Megatron-Core up to 0.16 do not hold `megatron.training`. This mak
 `training/checkpointing.py`, in the same order and with the same arguments, on two CPU ranks, as
 torch.distributed.run starts them:
 
-    megatron_trainer.py RUNS.json LOSSES.json [--megackpt]
+    megatron_trainer.py FOLDER LOSSES.json [--megackpt]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.contrib.megatron.megatron_stand_ins import answer
 from tests.system.interop.jobs import Job
 from tests.system.interop.megatron_peer import SEQUENCE, VOCAB, build_model, build_optimizer, start
 
@@ -174,16 +175,11 @@ def _what_is_compared(common: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in common.items() if key != "args"}
 
 
-def main() -> None:
-    """Do all runs; rank 0 writes the losses."""
-    runs_file, losses_file = sys.argv[1:3]
-    dist.init_process_group("gloo")
-    losses = [Trainer(Run(**run)).train() for run in json.loads(Path(runs_file).read_text())]
-    if dist.get_rank() == 0:
-        Path(losses_file).write_text(json.dumps(losses))
-    dist.barrier()
-    dist.destroy_process_group()
+def train(folder: Path) -> list[dict[str, str]]:
+    """Do all runs; return their losses. Collective."""
+    runs = json.loads((folder / "runs.json").read_text())
+    return [Trainer(Run(**run)).train() for run in runs]
 
 
 if __name__ == "__main__":
-    main()
+    answer(train)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,12 @@ def run_ranks(program: str, *arguments: str, paths: Sequence[str] = (), **variab
     return log
 
 
+def answers_of(program: str, folder: Path, *arguments: str) -> Any:
+    """Run a program of this folder that calls `answer` of `megatron_stand_ins`; return what it answered."""
+    run_ranks(program, str(folder), str(folder / "answers.json"), *arguments)
+    return json.loads((folder / "answers.json").read_text())
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of training, from the start or from a checkpoint, for six iterations in all.
@@ -65,9 +73,9 @@ def losses_of(runs: list[Run], folder: Path, *, megackpt: bool) -> list[dict[str
     """Return the losses of each run by iteration, every bit of them, from two new processes."""
     folder.mkdir()
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
-    files = [str(folder / "runs.json"), str(folder / "losses.json")]
-    run_ranks("megatron_trainer.py", *files, *(["--megackpt"] if megackpt else []))
-    losses: list[dict[str, str]] = json.loads((folder / "losses.json").read_text())
+    losses: list[dict[str, str]] = answers_of(
+        "megatron_trainer.py", folder, *(["--megackpt"] if megackpt else [])
+    )
     return losses
 
 
@@ -75,100 +83,36 @@ def _values(losses: dict[str, str]) -> list[float]:
     return [float.fromhex(loss) for loss in losses.values()]
 
 
-def _late(losses: dict[str, str]) -> dict[str, str]:
-    return {number: loss for number, loss in losses.items() if int(number) > 3}
-
-
 @needs_megatron
-@with_all("tests/compat loads and saves in Megatron-Core's models")
-def test_a_run_resumes_where_it_was_and_at_another_tensor_parallel_size(tmp_path: Path) -> None:
-    path, queued = str(tmp_path / "iter_3"), str(tmp_path / "queued")
-    runs = [Run(save=path), Run(save=queued, is_async=True), Run(load=path), Run(load=queued), Run(2, path)]
-    whole, again, resumed, from_queued, at_tp2 = losses_of(runs, tmp_path / "ours", megackpt=True)
-    before, after = _values(whole)[:3], _values(whole)[3:]
-    assert all(late < early for early, late in zip(before, after, strict=True)), "the same data, learnt"
-    assert again == whole
-    assert resumed == from_queued == _late(whole), "not the bits of the run that was not interrupted"
-    assert _values(at_tp2) == pytest.approx(_values(_late(whole)), rel=0.02), "bfloat16, summed otherwise"
-
-
-@needs_megatron
-@with_all("the plain run trains over megackpt alone, and the interop matrix compares every value")
+@with_all("tests/system/interop compares every value, and test_optimizer_ranges resumes optimizers")
 def test_megatron_and_megackpt_resume_each_other_s_checkpoints_with_equal_losses(tmp_path: Path) -> None:
     ours, theirs, queued = (str(tmp_path / name) for name in ("ours_3", "theirs_3", "queued_3"))
     made = [Run(save=theirs), Run(load=theirs), Run(2, theirs)]
     whole, resumed, at_tp2 = losses_of(made, tmp_path / "theirs", megackpt=False)
-    runs = [Run(save=ours), Run(save=queued, is_async=True), Run(load=ours), Run(load=theirs)]
-    losses = losses_of([*runs, Run(2, ours), Run(2, theirs)], tmp_path / "ours", megackpt=True)
-    assert losses == [whole, whole, resumed, resumed, at_tp2, at_tp2]
+    before, after = _values(whole)[:3], _values(whole)[3:]
+    assert all(late < early for early, late in zip(before, after, strict=True)), "the same data, learnt"
+    late = {number: loss for number, loss in whole.items() if int(number) > 3}
+    assert resumed == late, "not the bits of the run that was not interrupted"
+    assert _values(at_tp2) == pytest.approx(_values(late), rel=0.02), "bfloat16, summed otherwise"
+    runs = [Run(save=ours), Run(save=queued, is_async=True)]
+    runs += [Run(load=path) for path in (ours, theirs, queued)] + [Run(2, ours), Run(2, theirs)]
+    losses = losses_of(runs, tmp_path / "ours", megackpt=True)
+    assert losses == [whole, whole, resumed, resumed, resumed, at_tp2, at_tp2]
     back = [Run(load=ours), Run(load=queued), Run(2, ours)]
     assert losses_of(back, tmp_path / "back", megackpt=False) == [resumed, resumed, at_tp2]
 
 
-ARGUMENTS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "6",
-    "--lr",
-    "1e-2",
-    "--min-lr",
-    "1e-3",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "127",
-    "--transformer-impl",
-    "local",
-    "--distributed-backend",
-    "gloo",
-    "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--no-persist-layer-norm",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "0",
-    "--eval-interval",
-    "1000",
-    "--save-interval",
-    "3",
-    "--ckpt-format",
-    "torch_dist",
-    "--use-distributed-optimizer",
-    "--bf16",
-    "--attention-backend",
-    "unfused",
-    "--seed",
-    "5",
-    "--split",
-    "100,0,0",
-    "--dataloader-type",
-    "single",
-    "--no-create-attention-mask-in-dataloader",
-    "--dist-ckpt-optim-fully-reshardable",
-]
+ARGUMENTS = shlex.split("""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 127 --transformer-impl local --distributed-backend gloo
+    --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --eval-interval 1000
+    --save-interval 3 --ckpt-format torch_dist --use-distributed-optimizer --bf16
+    --attention-backend unfused --seed 5 --split 100,0,0 --dataloader-type single
+    --no-create-attention-mask-in-dataloader --dist-ckpt-optim-fully-reshardable
+""")
 LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
 
 

@@ -6,7 +6,6 @@ compared with its gathered form in `megatron_ranges.py`, on two ranks.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from megackpt.entities import ShardedStateDict
 from megackpt.testing.world import SimulatedWorld
 from megackpt.training.optim import split_master
 from tests.contrib.megatron.test_installing import needs_megatron
-from tests.contrib.megatron.test_megatron_trainer import run_ranks
+from tests.contrib.megatron.test_megatron_trainer import answers_of
 from tests.support.effort import with_all
 from tests.support.optimizers import gather, loaded, scatter, tensors_of
 
@@ -318,21 +317,17 @@ def test_a_version_without_the_form_stays_and_one_without_a_method_stays_with_a_
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(tmp_path_factory: pytest.TempPathFactory, megatron_core: None) -> dict[str, Any]:
     """What Megatron-Core's own optimizer has said on two ranks, see `megatron_ranges.py`."""
-    folder = tmp_path_factory.mktemp("ranges")
-    run_ranks("megatron_ranges.py", str(folder), str(folder / "answers.json"))
-    of_ranks: dict[str, Any] = json.loads((folder / "answers.json").read_text())
-    return of_ranks
+    answers: dict[str, Any] = answers_of("megatron_ranges.py", tmp_path_factory.mktemp("ranges"))
+    return answers
 
 
-@needs_megatron
 def test_megatron_core_s_optimizer_sends_no_tensor(answers: dict[str, Any]) -> None:
     assert answers["elements sent by ranges at tp 1"] == 0
     assert answers["elements sent by gathered at tp 1"] > 0, "the gathered form is the one that gathers"
 
 
-@needs_megatron
 @pytest.mark.parametrize("backend", ["torch_dist", "megackpt"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_megatron_core_s_optimizer_stores_the_gathered_form(
@@ -343,14 +338,12 @@ def test_megatron_core_s_optimizer_stores_the_gathered_form(
     assert difference["compared"] == 27, "three states of nine arrays"
 
 
-@needs_megatron
 def test_either_form_is_read_as_either_at_another_size(answers: dict[str, Any]) -> None:
     elements = {name: count for name, count in answers.items() if " read as " in name}
     assert len(elements) == 12
     assert min(elements.values()) > 3000, "every element is compared with the oracle"
 
 
-@needs_megatron
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_optimizers_offloaded_to_the_host_save_and_load_ranges(
     fraction: float, answers: dict[str, Any]
@@ -363,7 +356,6 @@ def test_optimizers_offloaded_to_the_host_save_and_load_ranges(
     assert min(elements) > 3000
 
 
-@needs_megatron
 def test_ranges_have_no_padding_of_buckets(answers: dict[str, Any]) -> None:
     assert answers["buckets with padding"] > 1, "where Megatron-Core 0.16.1 itself stores shifted values"
     assert answers["padded buckets read at tp 1"] > 3000
@@ -384,6 +376,5 @@ def test_muon_s_whole_parameters_resume_with_either_setting(tmp_path: Path) -> N
 
 def resumed_by(folder: Path, *transformer_engine: str) -> dict[str, Any]:
     """Return what two ranks of Megatron-Core answer, see `megatron_resumes.py`."""
-    run_ranks("megatron_resumes.py", str(folder), str(folder / "answers.json"), *transformer_engine)
-    answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
+    answers: dict[str, Any] = answers_of("megatron_resumes.py", folder, *transformer_engine)
     return answers
