@@ -493,7 +493,7 @@ GUARANTEES: Guarantees = {
             "test_every_expert_of_every_era_keeps_its_own_numbers_at_another_ep",
         ],
         "At another ep, pp or order of layers every expert and layer gets its own numbers.": [
-            "test_transformer_engine_fp8.py::test_every_expert_keeps_its_own_numbers_at_another_ep",
+            "test_every_expert_of_every_era_keeps_its_own_numbers_at_another_ep",
             "test_experts_of_every_layer_keep_their_numbers_at_another_pp_and_order_of_layers",
         ],
     },

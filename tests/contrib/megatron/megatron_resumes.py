@@ -60,7 +60,7 @@ def use_fused_adam(folder: str) -> AbstractContextManager[None]:
     fused = importlib.import_module("tests.contrib.transformer_engine.test_transformer_engine_fused_adam")
     optimizer.Adam, distrib_optimizer.Adam = fused.make, fused.te_optimizers.FusedAdam
     optimizer.is_te_min_version = optimizer_config.is_te_min_version = lambda *_, **__: True
-    kernels: AbstractContextManager[None] = fused.kernels_of_torch()
+    kernels: AbstractContextManager[None] = fused.cpu_for_cuda()
     return kernels
 
 

@@ -75,7 +75,7 @@ def create_empty_quantized_tensor(
         )
     common = {"shape": shape, "dtype": dtype, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if _is_new():
-        common["device"] = torch.device(device)
+        common["device"] = torch.device("cpu")
     codes = torch.zeros(shape, dtype=torch.uint8)
     if type(quantizer).__name__ != "MXFP8Quantizer":
         kind = importlib.import_module(f"{package}.float8_tensor").Float8Tensor
@@ -116,7 +116,7 @@ def _fill_float8(output: Any, values: Tensor, quantizer: Any) -> None:
     output._data.copy_(codes)
     output._scale_inv.copy_((1 / scale).view(1))
     if output._transpose is not None:
-        output._transpose.copy_(_transposed(codes))
+        output._transpose.copy_(_transposed(codes).view_as(output._transpose))
         output._transpose_invalid = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,10 +57,15 @@ class Group:
 Make = Callable[[ParallelGroups], nn.Module]
 
 
-def linear(mode: str | None, **kwargs: Any) -> Make:
-    return lambda groups: te.Linear(
-        HIDDEN, FFN, parallel_mode=mode, tp_size=groups.tp.size if mode else 1, device="cpu", **kwargs
+def module_of(kind: str, *sizes: int, cut: bool = True, **options: Any) -> Make:
+    """Return what makes a module of TE; one that is cut is told the size of tp."""
+    return lambda groups: getattr(te, kind)(
+        *sizes, tp_size=groups.tp.size if cut else 1, device="cpu", **options
     )
+
+
+def linear(mode: str | None, **options: Any) -> Make:
+    return module_of("Linear", HIDDEN, FFN, cut=mode is not None, parallel_mode=mode, **options)
 
 
 def gated_linear(groups: ParallelGroups) -> nn.Module:
@@ -68,44 +74,19 @@ def gated_linear(groups: ParallelGroups) -> nn.Module:
     return module
 
 
-def norm_linear() -> Make:
-    return lambda groups: te.LayerNormLinear(
-        HIDDEN, FFN, parallel_mode="column", tp_size=groups.tp.size, device="cpu"
-    )
-
-
 def mlp(activation: str, *, parallel: bool = True) -> Make:
-    return lambda groups: te.LayerNormMLP(
-        HIDDEN,
-        FFN,
-        activation=activation,
-        set_parallel_mode=parallel,
-        tp_size=groups.tp.size if parallel else 1,
-        device="cpu",
-    )
-
-
-def norm(name: str) -> Make:
-    return lambda groups: getattr(te, name)(HIDDEN, device="cpu")
-
-
-def attention_core() -> Make:
-    return lambda groups: te.DotProductAttention(HEADS, 2, tp_size=groups.tp.size, **OFFSETS)
+    options = {"activation": activation, "set_parallel_mode": parallel}
+    return module_of("LayerNormMLP", HIDDEN, FFN, cut=parallel, **options)
 
 
 def attention(**kwargs: Any) -> Make:
     options = {"num_gqa_groups": 4, "set_parallel_mode": True, **QK_NORM, **OFFSETS, **kwargs}
-    return lambda groups: te.MultiheadAttention(
-        HIDDEN, HEADS, tp_size=groups.tp.size, device="cpu", **options
-    )
+    return module_of("MultiheadAttention", HIDDEN, HEADS, **options)
 
 
 def layer(groups: ParallelGroups, **kwargs: Any) -> nn.Module:
     options = {"num_gqa_groups": 4, "activation": "swiglu", "fuse_qkv_params": True, **kwargs}
-    module: nn.Module = te.TransformerLayer(
-        HIDDEN, FFN, HEADS, set_parallel_mode=True, tp_size=groups.tp.size, device="cpu", **options
-    )
-    return module
+    return module_of("TransformerLayer", HIDDEN, FFN, HEADS, set_parallel_mode=True, **options)(groups)
 
 
 def stack(
@@ -157,9 +138,10 @@ def grouped_experts(groups: ParallelGroups) -> nn.Module:
 def fused_mlp(activation: str, **options: Any) -> Make:
     def build(groups: ParallelGroups) -> nn.Module:
         ops, size = te.ops, groups.tp.size
-        parallel = {"tensor_parallel_group": Group(size)} if size > 1 else {}
-        columns = {"tensor_parallel_mode": "column", **parallel} if size > 1 else {}
-        rows = {"tensor_parallel_mode": "row", **parallel} if size > 1 else {}
+        columns, rows = (
+            {"tensor_parallel_mode": mode, "tensor_parallel_group": Group(size)} if size > 1 else {}
+            for mode in ("column", "row")
+        )
         inner = 2 * FFN if activation.endswith("GLU") else FFN
         module: nn.Module = ops.Sequential(
             ops.LayerNorm(HIDDEN, device="cpu"),
@@ -189,13 +171,13 @@ MODULES: Mapping[str, Make] = {
     "linear row": linear("row"),
     "linear split": linear("column", parameters_split={"query": 16, "key": 8, "value": 8}),
     "linear gate and up": gated_linear,
-    "norm and linear": norm_linear(),
+    "norm and linear": module_of("LayerNormLinear", HIDDEN, FFN, parallel_mode="column"),
     "gated mlp": mlp("swiglu"),
     "plain mlp": mlp("gelu"),
     "gated mlp, whole": mlp("geglu", parallel=False),
-    "layer norm": norm("LayerNorm"),
-    "rms norm": norm("RMSNorm"),
-    "softmax offset": attention_core(),
+    "layer norm": lambda groups: te.LayerNorm(HIDDEN, device="cpu"),
+    "rms norm": lambda groups: te.RMSNorm(HIDDEN, device="cpu"),
+    "softmax offset": lambda groups: te.DotProductAttention(HEADS, 2, tp_size=groups.tp.size, **OFFSETS),
     "attention, interleaved": attention(fuse_qkv_params=True, input_layernorm=True),
     "attention, one after the other": attention(fuse_qkv_params=True, qkv_weight_interleaved=False),
     "attention, three parameters": attention(input_layernorm=True),
@@ -307,11 +289,10 @@ def fp8_tensors(module: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for name, child in module.named_modules():
         metas = getattr(child, "_fp8_metas", None) or {"both": getattr(child, "fp8_meta", {})}
-        for meta in metas.values():
-            for key in ("scaling_fwd", "scaling_bwd"):
-                if meta and hasattr(meta.get(key), "amax_history"):
-                    tensors[f"{name}.{key}.scale"] = meta[key].scale
-                    tensors[f"{name}.{key}.amax_history"] = meta[key].amax_history
+        for meta, key in product(filter(None, metas.values()), ("scaling_fwd", "scaling_bwd")):
+            if hasattr(meta.get(key), "amax_history"):
+                tensors[f"{name}.{key}.scale"] = meta[key].scale
+                tensors[f"{name}.{key}.amax_history"] = meta[key].amax_history
     return tensors
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megackpt import DeclarationError, load, load_plain_tensors, save
+from megackpt import DeclarationError, load_plain_tensors, save
 from megackpt.contrib.transformer_engine import set_components, sharded_state_dict
 from megackpt.entities import ShardedTensor
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
@@ -152,24 +154,9 @@ def test_experts_of_fused_operations_have_the_names_of_an_mlp(tmp_path: Path) ->
         "linear_fc1.weight.up": (EXPERTS, FFN, HIDDEN),
         "linear_fc2.weight": (EXPERTS, HIDDEN, FFN),
     }
-
-
-@needs_new
-def test_interleaved_experts_are_the_arrays_of_those_one_after_the_other(tmp_path: Path) -> None:
-    def interleaved(groups: ParallelGroups) -> nn.Module:
-        return te_models.fused_experts(groups, block=4)
-
-    arrays = check_all_layouts(interleaved, EP[:2], tmp_path)
-    plain = build(te_models.fused_experts, ONE, seed=1)
-    load(sharded_state_dict(plain, ONE), tmp_path / "first")
-    module = build(interleaved, ONE)
-    for expert in range(EXPERTS):
-        name = f"0.weight{expert}"
-        # TE's own split: [blocks, gate and up, 4, in].
-        gate, up = module.get_parameter(name).view(-1, 2, 4, HIDDEN).unbind(1)
-        both = torch.cat([gate, up]).reshape(2 * FFN, HIDDEN)
-        assert torch.equal(plain.get_parameter(name), both)
-        assert torch.equal(arrays["linear_fc1.weight.gate"][expert], both[:FFN])
+    gate, up = build(te_models.fused_experts, ONE).get_parameter("0.weight3").chunk(2)
+    assert torch.equal(arrays["linear_fc1.weight.gate"][3], gate)
+    assert torch.equal(arrays["linear_fc1.weight.up"][3], up)
 
 
 def alternating(make: Make) -> Make:
@@ -186,25 +173,32 @@ def alternating(make: Make) -> Make:
 FUSED = "fused gated mlp, interleaved"
 
 
+BOTH = ("weight", "bias")
+
+
 @pytest.mark.parametrize(
-    ("make", "layouts", "own", "stored"),
+    ("make", "layouts", "own", "stored", "names"),
     [
-        pytest.param(alternating(te_models.linear("column")), TP, "{}", "{}", id="linear"),
-        pytest.param(alternating(te_models.experts("column")), EP, "{}0", "{}", id="experts"),
-        pytest.param(MODULES.get(FUSED), TP[:1], "1.{}", "linear_fc1.{}", id="fused", marks=needs_new),
+        pytest.param(alternating(te_models.linear("column")), TP, "{}", "{}", BOTH, id="linear"),
+        pytest.param(alternating(te_models.experts("column")), EP, "{}{}", "{}", BOTH, id="experts"),
+        pytest.param(MODULES.get(FUSED), TP[:1], "1.{}", "linear_fc1.{}", BOTH, id="fused", marks=needs_new),
+        pytest.param(
+            partial(te_models.fused_experts, block=4), EP[:2], "0.{}{}", "linear_fc1.{}", BOTH[:1],
+            id="fused experts", marks=needs_new,
+        ),
     ],
-)
+)  # fmt: skip
 def test_parts_that_alternate_are_stored_in_order(
-    tmp_path: Path, make: Make, layouts: list[ParallelLayout], own: str, stored: str
+    tmp_path: Path, make: Make, layouts: list[ParallelLayout], own: str, stored: str, names: tuple[str, ...]
 ) -> None:
     arrays = check_all_layouts(make, layouts, tmp_path)
-    module = build(make, ONE)
-    for name in ("weight", "bias"):
-        parameter = module.get_parameter(own.format(name))
+    module, of_experts = build(make, ONE), own.endswith("{}{}")
+    for name, number in product(names, range(EXPERTS if of_experts else 1)):
+        parameter = module.get_parameter(own.format(name, number))
         # TE's own split: [blocks, gate and up, 4, in].
         for part, rows in zip(("gate", "up"), parameter.unflatten(0, (-1, 2, 4)).unbind(1), strict=True):
             array = arrays[f"{stored.format(name)}.{part}"]
-            assert torch.equal(array[0] if layouts is EP else array, rows.flatten(0, 1))
+            assert torch.equal(array[number] if of_experts else array, rows.flatten(0, 1))
 
 
 @needs_new

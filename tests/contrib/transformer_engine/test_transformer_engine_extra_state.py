@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megackpt import DeclarationError, FormatError
+from megackpt import DeclarationError, FormatError, load_plain_tensors
 from megackpt.contrib.transformer_engine.extra_state import (
     Fp8State,
     fill_fp8_state,
@@ -48,47 +48,43 @@ def of_te_2(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {**tensors, "recipe": delayed(), "extra_fp8_variables": {}}
 
 
-@pytest.mark.parametrize(
-    ("pack", "pickled", "version"),
-    [(as_torch_save, of_te_1, None), (as_bytes, of_te_1, None), (as_bytes, of_te_2, "2.2.0")],
-    ids=["before 1.14", "1.14 to 1.x", "2.0 to 2.2"],
-)
-def test_experts_of_old_versions_get_their_own_numbers(pack: Any, pickled: Any, version: str | None) -> None:
-    data = pack(pickled(expert_vectors(range(EXPERTS), by_slot=True)))
-    state = read_extra_state(data, experts=EXPERTS, te_version=version)
-    assert state is not None
-    assert (state.recipe == {"name": "DelayedScaling"}) == (pickled is of_te_1)
-    module = build_fp8(te_models.experts(None), ONE)
-    fill_fp8_state(module, state)
-    fill_experts(module, range(EXPERTS), check=True)
+OF_2_2 = None if IS_NEW else "2.2"
 
 
-def te_1_before_14(module: Any, experts: range) -> Any:
-    return as_torch_save(of_te_1(expert_vectors(experts, by_slot=True)))
-
-
-def te_1_from_14(module: Any, experts: range) -> Any:
-    return as_bytes(of_te_1(expert_vectors(experts, by_slot=True)))
-
-
-def te_installed(module: Any, experts: range) -> Any:
+def installed(module: Any, experts: range) -> Any:
     fill_experts(module, experts, check=False)
     with cpu_for_cuda():
         return module.get_extra_state()
 
 
-@pytest.mark.parametrize("pickled", [te_1_before_14, te_1_from_14, te_installed])
-def test_every_expert_of_every_era_keeps_its_own_numbers_at_another_ep(tmp_path: Path, pickled: Any) -> None:
+@pytest.mark.parametrize(
+    ("pack", "pickled", "version"),
+    [
+        pytest.param(as_torch_save, of_te_1, None, id="before 1.14"),
+        pytest.param(as_bytes, of_te_1, None, id="1.14 to 1.x"),
+        pytest.param(as_bytes, of_te_2, "2.2.0", id="2.0 to 2.2"),
+        pytest.param(None, None, OF_2_2, id="installed"),
+    ],
+)
+def test_every_expert_of_every_era_keeps_its_own_numbers_at_another_ep(
+    tmp_path: Path, pack: Any, pickled: Any, version: str | None
+) -> None:
     def first(module: Any, experts: range) -> None:
-        data = pickled(module, experts)
-        by_slot = pickled is te_installed and not IS_NEW
-        state = read_extra_state(data, experts=len(experts), te_version="2.2" if by_slot else None)
+        if pack is None:
+            data = installed(module, experts)
+        else:
+            data = pack(pickled(expert_vectors(experts, by_slot=True)))
+        state = read_extra_state(data, experts=len(experts), te_version=version)
         assert state is not None
+        assert (state.recipe == {"name": "DelayedScaling"}) == (pickled is of_te_1)
         for tensor in fp8_tensors(module).values():
             tensor.fill_(-1)
         fill_fp8_state(module, state)
 
     at_every_ep(te_models.experts(None), first, (4, 2, 1, 8), tmp_path)
+    arrays = load_plain_tensors(tmp_path / "0")
+    assert arrays["fp8.scale_fwd"].shape == (EXPERTS, 3)
+    assert arrays["fp8.amax_history_bwd"].shape == (EXPERTS, 4, 2)
 
 
 def operation(groups: Any) -> Any:
@@ -99,7 +95,6 @@ def experts_as_operation(groups: Any) -> Any:
     return te_models.te.ops.GroupedLinear(EXPERTS, 16, 16, bias=False, device="cpu")
 
 
-OF_2_2 = None if IS_NEW else "2.2"
 INSTALLED = [
     pytest.param(MODULES["linear column"], 1, id="linear"),
     pytest.param(MODULES["gated mlp"], 2, id="mlp"),
@@ -116,10 +111,8 @@ def test_the_bytes_of_the_installed_version_are_read(make: Make, gemms: int) -> 
     module: Any = build_fp8(make, ONE, seed=3)
     with cpu_for_cuda():
         data = module.get_extra_state()
-    state, expected = (
-        read_extra_state(data, experts=experts, te_version=OF_2_2),
-        fp8_state_of(module, experts),
-    )
+    state = read_extra_state(data, experts=experts, te_version=OF_2_2)
+    expected = fp8_state_of(module, experts)
     assert state is not None
     assert expected is not None
     assert state.recipe == expected.recipe

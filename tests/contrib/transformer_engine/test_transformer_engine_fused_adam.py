@@ -1,15 +1,13 @@
 """Transformer Engine's FusedAdam with every form of moments and masters, resumed at every change of layout.
 
-The class is TE's own. Its kernels are replaced by torch: Adam on lists of tensors, and casts to float8.
+The class is TE's own. In place of its kernels are Adam on lists of tensors, in torch, and the casts to float8
+of `te_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -42,11 +40,7 @@ from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, outcome, row_of
 from tests.contrib.megatron.test_installing import needs_megatron
 from tests.contrib.megatron.test_optimizer_ranges import EXACT, resumed_by
 from tests.contrib.transformer_engine import te_models
-from tests.contrib.transformer_engine.te_stub import (
-    cpu_for_cuda,
-    te_version,
-    transformer_engine,
-)
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, te_version, transformer_engine
 from tests.support.fake_apex import are_equal, declare, make_params, set_grads
 
 te = transformer_engine()
@@ -92,41 +86,6 @@ def adam(remainders: bool) -> Any:
     return kernel
 
 
-def empty_float8(quantizer: Any, shape: Any, *_: Any, **__: Any) -> Any:
-    return te_optimizers.fused_adam.Float8Tensor(
-        shape=shape,
-        dtype=torch.float32,
-        data=torch.zeros(shape, dtype=torch.uint8),
-        fp8_scale_inv=torch.ones(1),
-        fp8_dtype=quantizer.dtype,
-        quantizer=quantizer,
-    )
-
-
-def quantize(source: Tensor, quantizer: Any, target: Any, *_: Any) -> Any:
-    codes = (source.float() * quantizer.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    target._data.copy_(codes.view(torch.uint8))
-    target._scale_inv.copy_(1 / quantizer.scale)
-    return target
-
-
-def dequantize(tensor: Any, *_: Any) -> Tensor:
-    return tensor._data.view(torch.float8_e4m3fn).float() * tensor._scale_inv
-
-
-@contextmanager
-def kernels_of_torch() -> Iterator[None]:
-    tex = te_optimizers.fused_adam.tex
-    quantizer = te_optimizers.fused_adam.Float8Quantizer
-    with (
-        cpu_for_cuda(),
-        mock.patch.object(tex, "quantize", quantize),
-        mock.patch.object(tex, "dequantize", dequantize),
-        mock.patch.object(quantizer, "make_empty", empty_float8),
-    ):
-        yield
-
-
 def make(params: Any, **options: Any) -> Any:
     optimizer = te_optimizers.FusedAdam(params, **{"lr": 0.01, "weight_decay": 0.1, **options})
     optimizer.multi_tensor_adam = adam(remainders=False)
@@ -145,7 +104,7 @@ def kind(form: str) -> Kind:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("form", FORMS)
 def test_three_steps_after_a_load_equal_those_of_the_uninterrupted_run(form: str, change: str) -> None:
-    with kernels_of_torch():
+    with cpu_for_cuda():
         assert outcome(kind(form), change) == expected(form, change)
 
 
@@ -199,12 +158,17 @@ def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(
     form: str, moments: Any, tmp_path: Path
 ) -> None:
     params = make_params(0, torch.bfloat16)
-    with kernels_of_torch():
+    with cpu_for_cuda():
         optimizer = make(params, **FORMS[form])
         train(params, optimizer, range(3))
+        fresh, resumed, report = pass_on(params, optimizer, form, tmp_path / "a", moments)
+        assert are_same_codes(codes_of(optimizer), codes_of(resumed))
+        train(params, optimizer, range(3, 6))
+        train(fresh, resumed, range(3, 6))
+        assert are_equal(params, fresh)
         # Moments as small as in late training, whose second ones are near the smallest float32.
         optimizer.set_scaled_state(params[1], "exp_avg_sq", torch.rand(13) * 1e-37)
-        _, resumed, report = pass_on(params, optimizer, form, tmp_path, moments)
+        _, resumed, _ = pass_on(params, optimizer, form, tmp_path / "b", moments)
         assert are_same_codes(codes_of(optimizer), codes_of(resumed))
     scales = {key for key in report.loaded if key.startswith("optimizer.scale.")}
     assert bool(scales) == (moments == "portable" and form in SCALED)
@@ -240,7 +204,7 @@ def test_codes_at_other_slices_or_of_another_dtype_are_an_error_that_names_the_p
     tmp_path: Path,
 ) -> None:
     codes, portable = ("codes", "codes"), ("portable", "portable")
-    with kernels_of_torch():
+    with cpu_for_cuda():
         _, resumed, request = save_and_ask("float8", "float8", tmp_path / "cut", moments=codes, cut=True)
         before = codes_of(resumed)
         with pytest.raises(MismatchError, match=rf"scale_of_codes.exp_avg.float8(.|\n)*{PORTABLE}"):
@@ -268,7 +232,7 @@ def moment_bytes(path: Path) -> int:
 
 @pytest.mark.skipif("bfloat16" not in FORMS, reason="TE 2.20 and later")
 def test_codes_of_bfloat16_have_no_scale_and_load_at_other_slices(tmp_path: Path) -> None:
-    with kernels_of_torch():
+    with cpu_for_cuda():
         codes = ("codes", "codes")
         optimizer, resumed, request = save_and_ask("bfloat16", "bfloat16", tmp_path, moments=codes, cut=True)
         state, _ = load_with_report(request, tmp_path)
@@ -278,24 +242,9 @@ def test_codes_of_bfloat16_have_no_scale_and_load_at_other_slices(tmp_path: Path
     assert torch.equal(stored["master_param"][2:], loaded["master_param"])
 
 
-@pytest.mark.parametrize("form", ["float16 masters", "float8"])
-def test_three_steps_after_a_load_of_codes_equal_those_of_the_uninterrupted_run(
-    form: str, tmp_path: Path
-) -> None:
-    params = make_params(0, torch.bfloat16)
-    with kernels_of_torch():
-        optimizer = make(params, **FORMS[form])
-        train(params, optimizer, range(3))
-        fresh, resumed, _ = pass_on(params, optimizer, form, tmp_path, "codes")
-        train(params, optimizer, range(3, 6))
-        train(fresh, resumed, range(3, 6))
-        assert are_equal(params, fresh)
-        assert are_same_codes(codes_of(optimizer), codes_of(resumed))
-
-
 def test_at_other_slices_the_report_has_what_is_scaled_anew(tmp_path: Path) -> None:
     portable = ("portable", "portable")
-    with kernels_of_torch():
+    with cpu_for_cuda():
         optimizer, resumed, request = save_and_ask("float16", "float16", tmp_path, moments=portable, cut=True)
         state, report = load_with_report(request, tmp_path)
         fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
@@ -310,7 +259,7 @@ def test_at_other_slices_the_report_has_what_is_scaled_anew(tmp_path: Path) -> N
 def test_every_form_loads_what_every_other_has_saved(form: str, tmp_path: Path) -> None:
     """Into float32 without a loss; masters of float16 and moments of fewer bits are rounded."""
     params = make_params(0, torch.bfloat16)
-    with kernels_of_torch():
+    with cpu_for_cuda():
         optimizer = make(params, **FORMS[form])
         train(params, optimizer, range(2))
         model = declare(params)
@@ -336,7 +285,7 @@ def test_every_form_loads_what_every_other_has_saved(form: str, tmp_path: Path) 
 
 def test_our_wrappers_reject_moments_whose_scales_are_outside_of_the_state() -> None:
     groups = ParallelGroups.offline(ParallelLayout(), 0)
-    with kernels_of_torch(), pytest.raises(OptimizerError, match=r"keeps scales.*fused_adam"):
+    with cpu_for_cuda(), pytest.raises(OptimizerError, match=r"keeps scales.*fused_adam"):
         MixedPrecisionOptimizer(
             make_params(0, torch.bfloat16), lambda g: make(g, exp_avg_dtype=torch.float16), groups
         )
@@ -348,7 +297,7 @@ def test_our_wrappers_go_on_with_it(wrapper: Any, form: str, tmp_path: Path) -> 
     groups = ParallelGroups.offline(ParallelLayout(), 0)
     options = {**FORMS[form], "master_weights": False}  # the wrapper has the masters
     params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
-    with kernels_of_torch():
+    with cpu_for_cuda():
         optimizer, resumed = (wrapper(p, lambda g: make(g, **options), groups) for p in (params, fresh))
         train(params, optimizer, range(2))
         model = declare(params)
@@ -377,7 +326,7 @@ def test_another_optimizer_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", te_models.MODULES)
 def test_scaled_moments_of_every_module_come_back(tmp_path: Path, name: str) -> None:
-    with kernels_of_torch():
+    with cpu_for_cuda():
         (module, before), (other, after) = (trained(name, seed) for seed in (1, 2))
         save(declared(module, before), tmp_path)
         loaded = load(declared(other, after, is_loading=True), tmp_path)

@@ -111,26 +111,18 @@ def single_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}{number}", member
 
 
-def linear(groups: ParallelGroups) -> nn.Module:
-    return built(te.Linear, HIDDEN, FFN, parallel_mode="column", tp_size=groups.tp.size)
-
-
-def row(groups: ParallelGroups) -> nn.Module:
-    return built(te.Linear, FFN, HIDDEN, parallel_mode="row", tp_size=groups.tp.size)
-
-
-def mlp(groups: ParallelGroups) -> nn.Module:
-    options = {"activation": "swiglu", "set_parallel_mode": True, "tp_size": groups.tp.size}
-    return built(te.LayerNormMLP, HIDDEN, FFN, **options)
-
-
-def attention(groups: ParallelGroups) -> nn.Module:
-    options = {"num_gqa_groups": 4, "set_parallel_mode": True, "fuse_qkv_params": True}
-    return built(te.MultiheadAttention, 4 * HIDDEN, HEADS, tp_size=groups.tp.size, **options)
+BF16 = {"params_dtype": torch.bfloat16}
+CUT = {"set_parallel_mode": True, **BF16}
+linear = te_models.module_of("Linear", HIDDEN, FFN, parallel_mode="column", **BF16)
+row = te_models.module_of("Linear", FFN, HIDDEN, parallel_mode="row", **BF16)
+mlp = te_models.module_of("LayerNormMLP", HIDDEN, FFN, activation="swiglu", **CUT)
+grouped_heads = {"num_gqa_groups": 4, "fuse_qkv_params": True}
+attention = te_models.module_of("MultiheadAttention", 4 * HIDDEN, HEADS, **grouped_heads, **CUT)
 
 
 def experts(groups: ParallelGroups, **options: Any) -> nn.Module:
-    module = built(te.GroupedLinear, EXPERTS // groups.ep.size, HIDDEN, FFN, bias=False, **options)
+    count, options = EXPERTS // groups.ep.size, {"bias": False, **BF16, **options}
+    module: nn.Module = te.GroupedLinear(count, HIDDEN, FFN, device="cpu", **options)
     set_parallel_mode(module, None)
     set_components(module, "gate", "up")
     return module
@@ -139,11 +131,6 @@ def experts(groups: ParallelGroups, **options: Any) -> nn.Module:
 def grouped_experts(groups: ParallelGroups) -> nn.Module:
     """All experts of a rank as one parameter; set NVTE_GROUPED_LINEAR_SINGLE_PARAM."""
     return experts(groups, single_grouped_weight=True)
-
-
-def built(kind: Any, *sizes: int, **options: Any) -> nn.Module:
-    module: nn.Module = kind(*sizes, params_dtype=torch.bfloat16, device="cpu", **options)
-    return module
 
 
 RECIPES = ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"]
@@ -375,24 +362,9 @@ def test_states_of_optimizers_are_those_of_plain_parameters(tmp_path: Path, form
     assert torch.equal(stored[form]["optimizer.state.master_param.weight"], whole["master_param"])
 
 
-def test_parameters_are_quantised_from_masters(tmp_path: Path) -> None:
-    """The model has no weights in the checkpoint; with the stored scales, masters give the same codes."""
-    module = build_quantised(linear, ONE, "DelayedScaling", seed=1)
-    master = torch.randn(FFN, HIDDEN)
-    quantise_in(module, master)
-    with reading():
-        save(sharded_state_dict(module, ONE, quantised="masters"), tmp_path)
-        assert "weight" not in load_plain_tensors(tmp_path)
-        other = build_quantised(linear, ONE, "DelayedScaling", seed=2)
-        _, report = load_with_report(sharded_state_dict(other, ONE, quantised="masters"), tmp_path)
-    assert "the optimizer's masters" in report.transformed["weight"]
-    quantise_in(other, master)
-    assert same(codes(other), codes(module))
-    assert same(fp8_tensors(other), fp8_tensors(module))
-
-
 @pytest.mark.parametrize("of", RECIPES)
 def test_a_load_of_fused_adam_quantises_parameters_from_its_masters(tmp_path: Path, of: str) -> None:
+    """The checkpoint has no weights; with the stored scales, masters give the same codes."""
     module, other = (build_quantised(linear, ONE, of, seed=seed) for seed in (1, 2))
     kernels = pytest.importorskip("transformer_engine.pytorch.optimizers")
     masters = torch.randn(FFN, HIDDEN)
@@ -406,18 +378,16 @@ def test_a_load_of_fused_adam_quantises_parameters_from_its_masters(tmp_path: Pa
         optimizer.state[module.get_parameter("weight")]["master_param"].copy_(masters)
         quantise_parameters([(module.get_parameter("weight"), masters)])
         save({"model": state, "optimizer": declared}, tmp_path)
+        assert "weight" not in load_plain_tensors(tmp_path)
         state = sharded_state_dict(other, ONE, quantised="masters")
         request = {"model": state, "optimizer": fused_adam.sharded_state_dict(resumed, state, True)}
-        fused_adam.load_sharded_state_dict(resumed, load(request, tmp_path)["optimizer"])
+        loaded, report = load_with_report(request, tmp_path)
+        assert "the optimizer's masters" in report.transformed["weight"]
+        fused_adam.load_sharded_state_dict(resumed, loaded["optimizer"])
         assert same(codes(other), codes(module))
         assert same(fp8_tensors(other), fp8_tensors(module))
         with pytest.raises(DeclarationError, match="this FusedAdam has no masters"):
             fused_adam.sharded_state_dict(kernels.FusedAdam(other.parameters()), state)
-
-
-def quantise_in(module: nn.Module, master: Tensor) -> None:
-    with reading():
-        quantise_parameters([(module.get_parameter("weight"), master)])
 
 
 def test_an_unknown_form_is_an_error() -> None:
