@@ -7,7 +7,6 @@ models at other layouts. Sizes of stages and interleaved chunks come from crafte
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="pip install megatron-core==0.16.1")
+@pytest.mark.usefixtures("megatron_core")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("source", [Layout(tp=2, pp=2), Layout(pp=2), Layout()], ids=str)
 def test_a_real_model_is_loaded_at_another_layout(

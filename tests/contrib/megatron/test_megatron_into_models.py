@@ -11,7 +11,6 @@ sqrt(4 * 4 * 64) * 2^-24 = 2e-6 of the largest logit. Weights in the wrong place
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,9 +94,9 @@ class Saved:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["installed", "foreign"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Core is not installed: pip install megatron-core==0.16.1")
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_core: None
+) -> Iterator[Saved]:
     pool = RankPool()  # not the session's: what a worker has imported, it keeps
     yield Saved(pool, tmp_path_factory.mktemp("megatron"), request.param)
     pool.close()

@@ -8,7 +8,6 @@ bit. Masters are not: what stands for Apex's FusedAdam rounds in another order t
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,9 +247,7 @@ class Saved:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Core is not installed: pip install megatron-core==0.16.1")
+def saved(tmp_path_factory: pytest.TempPathFactory, megatron_core: None) -> Iterator[Saved]:
     runs = Saved(tmp_path_factory.mktemp("megatron"))
     yield runs
     for pool in runs.pools:
