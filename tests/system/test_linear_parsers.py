@@ -8,7 +8,6 @@ import json
 import pickle
 import pickletools
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -94,10 +93,6 @@ def read_index(made: tuple[Any, ...]) -> object:
     return index.of_boxes([last]), index.arrays
 
 
-def names_in(made: tuple[LocalStore, object]) -> object:
-    return made[0].names()
-
-
 # ---- inputs of a size -----------------------------------------------------------------------------------
 
 
@@ -155,14 +150,14 @@ def index(n: int, *, whole: bool) -> tuple[Any, ...]:
     return store, message, box(stored, n // 64 - 1, (2, 0, 0), (2, 8, 300_000)), 2**30 if whole else 0
 
 
-def listing(n: int) -> tuple[LocalStore, object]:
-    directory = tempfile.TemporaryDirectory()  # which goes with this object
+def listing(n: int) -> LocalStore:
+    """A directory of so many files, in the working directory."""
+    location = Path(str(n)).absolute()
     for i in range(0, n, 50):
-        folder = Path(directory.name, f"d{i}")
-        folder.mkdir()
+        (location / f"d{i}").mkdir(parents=True)
         for j in range(i, min(i + 50, n)):
-            (folder / f"f{j}").touch()
-    return LocalStore(directory.name), directory
+            (location / f"d{i}" / f"f{j}").touch()
+    return LocalStore(location)
 
 
 def head_of_blob(n: int) -> bytes:
@@ -334,7 +329,7 @@ PARSERS: dict[str, tuple[int, Callable[[int], Any], Callable[[Any], object]]] = 
     "a storage that many tensors have": (200_000, copied_storage, tensors_file),
     "whole index": (64 * 400, partial(index, whole=True), read_index),
     "part of an index": (64 * 800, partial(index, whole=False), read_index),
-    "directory": (1_000, listing, names_in),
+    "directory": (1_000, listing, LocalStore.names),
 }
 
 
@@ -374,7 +369,10 @@ def _seconds(parse: Callable[[Any], object], made: Any) -> float:
 
 @sampled(20)
 @pytest.mark.parametrize("name", PARSERS)
-def test_twice_as_much_takes_about_twice_as_long(name: str) -> None:
+def test_twice_as_much_takes_about_twice_as_long(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     # Doubled twice: a table that grows does so in steps.
     size, make, parse = PARSERS[name]
     inputs = make(size // 4), make(size)
