@@ -242,12 +242,12 @@ attacks_with(NATIVE, "the head of the index is {}", HEADS, head_is)
 
 @attack(NATIVE, "a data file is shorter than its chunks")
 def data_file_is_short(location: Location) -> None:
-    os.truncate(location.onlysafetensors("data/*"), 4100)
+    os.truncate(location.only_file("data/*"), 4100)
 
 
 def torch_dist_rows(location: Location, offset: int) -> None:
     """All chunks begin near one offset of their files."""
-    note = location.onlysafetensors("megackpt-*.json")
+    note = location.only_file("megackpt-*.json")
     message = json.loads(note.read_bytes())
     file = location.directory / message["index"]["file"]
     columns = dict(load(file.read_bytes()))
