@@ -270,8 +270,8 @@ def fill_model(declared: dict[str, Any], *, check: bool) -> None:
 
 
 @torch.no_grad()
-def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> None:
-    """Fill, or compare, main parameters and moments."""
+def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> int:
+    """Fill, or compare, main parameters and moments; return the number of elements."""
     leaves = [e for e in all_leaves(declared) if getattr(e, "data", None) is not None]
     by_param = {id(e.data): e for e in leaves}
     count = 0
@@ -295,6 +295,7 @@ def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> 
                 raise ValueError(f"step of a group is {group['step']}, not {STEP}")
     if count == 0:
         raise ValueError("the optimizer has no state")
+    return count
 
 
 def whole_state(entity: Any, param: torch.Tensor, name: str) -> torch.Tensor:
