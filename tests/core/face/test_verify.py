@@ -124,6 +124,28 @@ def test_a_flipped_byte_in_the_header_of_a_data_file_is_damage_although_loads_do
     assert "header" in message["damages"][0]["what"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        (b'"long[', b'"lung[', "the header calls it 'lung["),
+        (
+            b'"shape":[200000]',
+            b'"shape":[100002]',
+            "the header has it as F32 [100002], and not as F32 [200000]",
+        ),
+        (b'"format"', b'"farmot"', "its header says that it is"),
+    ],
+    ids=["name", "shape", "metadata"],
+)
+def test_a_header_that_contradicts_the_index_is_damage(
+    tmp_path: Path, old: bytes, new: bytes, what: str, cli: CommandLine
+) -> None:
+    file = data_files(copy_of_saved(tmp_path))[0]
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    (damage,) = cli.json("verify", tmp_path, code=1)["damages"]
+    assert damage["what"].startswith(what)
+
+
 @pytest.mark.parametrize("pattern", ["index-*", "common-*.json", "common-*.safetensors"])
 @pytest.mark.parametrize("at", [0, 40, -1])
 def test_a_flipped_byte_in_index_or_common_state_is_named(
