@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megackpt.codec import ForeignMember
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import DEEPSPEED
 from megackpt.formats.folder_kinds import recognise_names
@@ -73,6 +74,7 @@ _OWN_ENTRIES = frozenset({
 })  # fmt: skip
 _LEAST_COMPARED = 3  # elements of a part: fewer may be equal on two ranks by chance
 _MAX_DIMS, _MAX_NUMEL = 64, 2**62
+_STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}  # of DeepSpeed's ZeroStageEnum
 _KEPT_ENTRIES = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 
 
@@ -351,6 +353,8 @@ class _Step:
 
     def _stage(self) -> str:
         stage: Any = self.saved[0].get("zero_stage")
+        if isinstance(stage, ForeignMember):  # Python 3.11.0 to 3.11.3 stores the name of a member
+            stage = _STAGES.get(stage.name or "", stage.value)
         # A number, or the stand-in for a member of DeepSpeed's enumeration, which is made from the number.
         number = getattr(stage, "args", [stage])[0]
         return "3" if self._is_zero_3 else str(int(number or 1))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import megackpt
 from megackpt import FormatError, NotACheckpointError
 from megackpt.cli import main
+from megackpt.codec import ForeignMember
 from megackpt.errors import UnknownClassError, UnsupportedError
 from megackpt.formats.foreign import deepspeed
 from megackpt.formats.foreign.state import MASTER
@@ -236,6 +237,15 @@ def test_a_weight_that_is_no_number_is_that_of_a_master_that_is_none() -> None:
         step.check_masters(state)
     state.weights[name].parts[0].view(-1)[0] = torch.nan
     step.check_masters(state)
+
+
+@pytest.mark.parametrize(("name", "value", "stage"), [("gradients", None, "2"), (None, 1, "1")])
+def test_the_stage_is_that_of_a_member_by_name_or_by_value(
+    name: str | None, value: int | None, stage: str
+) -> None:
+    """Python 3.11.0 to 3.11.3 stores members of enumerations by their names."""
+    member = ForeignMember("deepspeed.runtime.zero.config", "ZeroStageEnum", name, value)
+    assert deepspeed._Step("the folder", (), ({"zero_stage": member},))._stage() == stage
 
 
 Shapes = dict[str, Any]
