@@ -22,6 +22,7 @@ from megackpt.plans.planning import CompactCopies, Reads, group_reads
 from megackpt.storage import MAX_BORROWED_BYTES, FileOptions, LocalStore, MemoryStore, file_reader, rawio
 from megackpt.storage.file_reader import DescriptorCache
 from megackpt.storage.rawio import COMMON_POOL, BufferPool, ByteArray, is_cached
+from tests.support.counting import open_descriptors
 from tests.support.states import sharded
 
 NBYTES = 9 * 1024 * 1024 + 123  # several buffers, and an end that is not aligned
@@ -299,10 +300,6 @@ class SlowOpen:
         return thread
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_slow_open_does_not_keep_other_threads_from_other_files(tmp_path: Path) -> None:
     (tmp_path / "slow").write_bytes(b"s")
     (tmp_path / "quick").write_bytes(b"q")
@@ -320,7 +317,7 @@ def test_a_slow_open_does_not_keep_other_threads_from_other_files(tmp_path: Path
 
 def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "slow").write_bytes(b"old")
-    open_file, before = SlowOpen(tmp_path), open_descriptors()
+    open_file, before = SlowOpen(tmp_path), open_descriptors(tmp_path)
     slow = open_file.start("slow")
     assert open_file.is_opening.wait(DEADLINE_S)
     (tmp_path / "new").write_bytes(b"new")
@@ -331,19 +328,19 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(tmp_path: Path) 
     assert [open_file.read("slow") for _ in range(2)] == [b"new", b"new"]
     assert open_file.opened == ["slow", "slow"]  # the second read used the descriptor of the first
     open_file.cache.clear()
-    assert open_descriptors() == before
+    assert open_descriptors(tmp_path) == before
 
 
 def test_two_threads_that_open_one_file_leave_one_descriptor(tmp_path: Path) -> None:
     (tmp_path / "slow").write_bytes(b"s")
-    open_file, before = SlowOpen(tmp_path), open_descriptors()
+    open_file, before = SlowOpen(tmp_path), open_descriptors(tmp_path)
     threads = [open_file.start("slow") for _ in range(2)]
     assert open_file.is_opening.wait(DEADLINE_S)
     open_file.released.set()
     assert have_ended(threads) == [True, True]
-    assert open_descriptors() == before + 1
+    assert open_descriptors(tmp_path) == before + 1
     open_file.cache.clear()
-    assert open_descriptors() == before
+    assert open_descriptors(tmp_path) == before
 
 
 def test_a_finalizer_may_give_a_buffer_back_while_another_one_is_taken() -> None:
