@@ -38,10 +38,14 @@ def late_line(seen: Mapping[int, float], *, now: float) -> str:
 
     Arguments are those of `new_lines`.
     """
-    (before, _), (last, step) = ([(0.0, 0)] * 2 + sorted((when, step) for step, when in seen.items()))[-2:]
-    if not before or now < last + 2 * (last - before):
+    commits = sorted((when, step) for step, when in seen.items())
+    if len(commits) < 2:
         return ""
-    late = age_as_text(now - last - (last - before))
+    (before, _), (last, step) = commits[-2:]
+    due = last + (last - before)
+    if now < due + (last - before):
+        return ""
+    late = age_as_text(now - due)
     return f"{_clock(now)}  no step since step {step}: the next was due {late} ago. Look at the job"
 
 

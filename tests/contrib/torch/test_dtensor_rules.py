@@ -103,7 +103,7 @@ def test_ranks_without_elements_save_and_load(rank_pool: RankPool, tmp_path: Pat
 def _saves_of_copies(root: str) -> list[Any]:
     """On each column of a grid the same array over the ranks of the column, which no mesh joins.
 
-    The copies differ, then are equal in two saves, of which the second finds its plan made; then they differ
+    The copies differ, then are equal in two saves, the second with the plan of the first; then they differ
     again, and are no DTensors any more. Return what loads after that, and the errors.
     """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

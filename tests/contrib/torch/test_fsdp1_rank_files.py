@@ -141,7 +141,7 @@ def test_files_of_fsdp2_ranks_become_whole_arrays(rank_pool: RankPool, tmp_path:
     assert report.left_out == ()
     assert same(full(megackpt.load({}, tmp_path / "imported")), full(torch.load(tmp_path / "whole.pt"))) == []
     state = torch.load(folder / "rank_3.pt", weights_only=False)
-    state["cuts"]["columns"]._local_tensor.add_(1)  # of which rank 1 has a copy
+    state["cuts"]["columns"]._local_tensor.add_(1)  # rank 1 has a copy of it
     torch.save(state, folder / "rank_3.pt")
     with pytest.raises(megackpt.FormatError, match=r"'cuts.columns' has other bits than in .*rank_1"):
         megackpt.import_torch(folder, tmp_path / "differing")

@@ -289,7 +289,7 @@ def kill(_: object) -> None:
 
 
 def after_each_kill(new_copy: Callable[[], MemoryStore], *, after: bool = False) -> Iterator[MemoryStore]:
-    """Yield copies, in each of which a save of 2.0 was killed at another operation; in the last at none."""
+    """Yield a copy for each operation at which a save of 2.0 may be killed, and one in which it ended."""
     for kill_at in range(200):
         inner = new_copy()
         store = FaultyStore(inner, fail_at=kill_at, hook=kill, after=after)

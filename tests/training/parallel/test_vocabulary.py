@@ -245,7 +245,7 @@ def test_fewer_tokens_of_an_equal_padded_size_leave_no_trained_rows_in_the_paddi
 
 
 def vocabulary(rows: int, tokens: int | None, *, key: str = "e", value: float = 1.0) -> ShardedTensor:
-    """Return a tensor of so many rows, of which the first ones are tokens, as far as it says so."""
+    """Return a tensor with rows of padding after those of tokens; it may leave the number of tokens out."""
     tensor = sharded(key, torch.full((rows, 2), value), allow_shape_mismatch=True)
     return tensor if tokens is None else replace(tensor, unpadded_shape=(tokens, 2))
 
